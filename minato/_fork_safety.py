@@ -12,6 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,19 +39,8 @@ def at_work() -> Iterator[bool]:
             _lock.release()
 
 
-class _ThisProcess:
-    """The process that this is.
-
-    Attributes:
-        pid: Its number. Where the kernel is far away, as in some virtual machines, to ask takes as long as a small
-            sample.
-    """
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-
-this_process = _ThisProcess()
+this_process = SimpleNamespace(pid=os.getpid())
+"""The number of this process. Where the kernel is far away, to ask takes as long as a small sample."""
 
 
 def forget_in_children(forget: Callable[[], None]) -> None:

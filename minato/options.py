@@ -86,21 +86,15 @@ _NOT_FOR_ACTORS = (
 def option(
     default: object, values: str, check: Callable[[str, object], object] | None = None
 ) -> Any:
-    """Define a field; the docstring of the class has its meaning.
+    """Define a field; the docstring of the class has its meaning, and ``values`` says in Markdown what is possible.
 
-    Args:
-        values: The possible values, in Markdown.
-        check: Called with the field's name and value; returns the value to keep, or raises.
+    ``check`` is called with the field's name and value; it returns the value to keep, or raises.
     """
     return field(default=default, metadata={"values": values, "check": check})
 
 
 class _Group:
-    """Options that belong together; each value is checked when they are given.
-
-    Raises:
-        TypeError: A value is a class, which would be called or compared in place of its object.
-    """
+    """Options that belong together. Each is checked when it is given; a class in place of its object is a TypeError."""
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # of a dataclass
@@ -954,11 +948,7 @@ class Options(_Group):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], torchs: TorchArguments) -> Options:
-        """Check the arguments and fill in the defaults that depend on others.
-
-        Args:
-            given: The values of the fields, as the caller gave them.
-            torchs: What other arguments of torch decide.
+        """Check the values of the fields, and fill in the defaults that depend on others.
 
         Raises:
             ValueError: A value is not possible; the message names the argument, the value and the remedy.
@@ -976,14 +966,9 @@ class Options(_Group):
         return options
 
     def in_context(self, workers: str | SharedPool | RayWorkers, in_threads: bool) -> Options:
-        """The options with workers of a ``multiprocessing_context``.
+        """The options with workers of a ``multiprocessing_context``, whose processes may be threads.
 
-        Args:
-            workers: As given.
-            in_threads: Whether its processes are threads.
-
-        Raises:
-            ValueError: There are none to share.
+        ValueError: There are none to share.
         """
         if in_threads and isinstance(workers, SharedPool):
             raise ValueError(
@@ -1281,16 +1266,8 @@ def _check_ray(options: Options, is_stream: bool) -> None:
 
 
 _CHECKS = (
-    *(
-        _check_readers,
-        _check_reading_here,
-        _check_errors,
-        _check_scaling,
-        _check_fetching,
-        _check_sharing,
-        _check_ray,
-    ),
-    _check_next_epoch,
+    *(_check_readers, _check_reading_here, _check_errors, _check_scaling),
+    *(_check_fetching, _check_sharing, _check_ray, _check_next_epoch),
 )
 
 # ---- documentation --------------------------------------------------------------------------
@@ -1301,18 +1278,8 @@ DEFAULTS = {each.name: each.default for each in fields(Options) if each.metadata
 OPTION_NAMES = tuple(DEFAULTS)
 OWN_NAMES = tuple(name for name in OPTION_NAMES if name not in WIDENED)
 GROUPS = (
-    *(
-        Arrival,
-        AutoScale,
-        CostBatches,
-        DeviceCopies,
-        ErrorPolicy,
-        FastFirst,
-        FetchOptions,
-        Observe,
-        RayWorkers,
-    ),
-    *(Readers, Record, Replay, SharedPool, StragglerPolicy),
+    *(Arrival, AutoScale, CostBatches, DeviceCopies, ErrorPolicy, FastFirst, FetchOptions),
+    *(Observe, RayWorkers, Readers, Record, Replay, SharedPool, StragglerPolicy),
 )
 
 # ---- advice about errors of torch's and Python's own ---------------------------------------
@@ -1325,9 +1292,7 @@ _NUMBERS = {"num_workers": True, "batch_size": True, "prefetch_factor": True, "t
 def advice(error: Exception, names: Iterable[str], given: Mapping[str, object]) -> str:
     """Words that name a refused argument and the right one; empty where the message of torch or Python has them.
 
-    Args:
-        names: The arguments of the constructor.
-        given: Those that the program gave.
+    ``names`` are the arguments of the constructor, and ``given`` those that the program gave.
     """
     text = message_of(error)
     unknown = _UNKNOWN.search(text)

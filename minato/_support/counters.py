@@ -25,24 +25,19 @@ def shared_integers(*shape: int) -> torch.Tensor:
 
     As torch's ``share_memory_()``, but the memory never has a name that a killed process could leave in ``/dev/shm``.
     """
-    storage = _unnamed_storage(8 * math.prod(shape))
+    nbytes, storage = 8 * math.prod(shape), None
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            storage = shared_file_storage(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
     if storage is None:
-        ordinary = torch.zeros(shape, dtype=torch.int64, device="cpu")
-        ordinary.share_memory_()
-        return ordinary
+        ordinary: torch.Tensor = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        return ordinary.share_memory_()  # type: ignore[no-any-return]
     flat: torch.Tensor = torch.empty(0, dtype=torch.int64, device="cpu").set_(storage)
     return flat.view(shape)
-
-
-def _unnamed_storage(nbytes: int) -> torch.UntypedStorage | None:
-    if not hasattr(os, "memfd_create"):
-        return None
-    descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, nbytes)
-        return shared_file_storage(descriptor, nbytes)
-    finally:
-        os.close(descriptor)
 
 
 class Counters:

@@ -11,8 +11,11 @@ import stat
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
+from multiprocessing import reduction
 from pathlib import Path
+from typing import Any
 
 if sys.platform != "win32":
     import fcntl
@@ -20,6 +23,7 @@ if sys.platform != "win32":
     import pwd
 
 __all__ = [
+    "OwnDescriptor",
     "anonymous_log",
     "check_private",
     "cut_torn_line",
@@ -45,8 +49,7 @@ _Path = str | os.PathLike[str]
 def open_regular(path: _Path, flags: int) -> int:
     """``os.open`` for a regular file, made with mode 0600; with a flag to write, ``path`` must not be a symbolic link.
 
-    Raises:
-        OSError: It cannot be opened, or is a link or no regular file; the message names it.
+    OSError: it cannot be opened, or is a link or no regular file; the message names it.
     """
     name = os.fspath(path)
     writes = flags & (os.O_WRONLY | os.O_RDWR)
@@ -73,15 +76,10 @@ def _not_regular(name: str) -> OSError:
 
 
 def open_lines(path: _Path, begins: bytes, what: str) -> int:
-    """Open a file of lines to append to it, or make it with mode 0600; content of something else is refused.
+    """Open a file of lines to append to it, or make it with mode 0600.
 
-    Args:
-        begins: The first bytes of every such file.
-        what: Names such a file in a message: ``"a recorded order (Record)"``.
-
-    Raises:
-        ValueError: The file has other content, which is untouched.
-        OSError: It cannot be opened, or is a link or no regular file.
+    ``begins`` are the first bytes of every such file, and ``what`` names it: ``"a recorded order (Record)"``.
+    ValueError: it has other content, which is untouched. OSError: it cannot be opened, or is a link or no regular file.
     """
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
@@ -143,15 +141,11 @@ def write_atomically(
     """Write a text to a file, whole or not at all: beside ``path``, under a name that cannot be guessed, until then.
 
     A symbolic link at ``path`` is replaced, not followed. A file of this user that it replaces keeps its mode; a new
-    one has mode 0600, under the umask.
+    one has mode 0600, under the umask. With ``sync``, it is on the disk before it takes its place. ``recognised`` tells
+    whether a file that begins with these 64 bytes may be replaced; None: any may.
 
-    Args:
-        sync: Whether it must be on the disk before it takes its place.
-        recognised: Whether a file that begins with these 64 bytes may be replaced; None: any may.
-
-    Raises:
-        ValueError: The present file is not recognised; it stays unchanged.
-        OSError: It cannot be written, or the path names no regular file; the message names it.
+    ValueError: the present file is not recognised, and stays unchanged. OSError: it cannot be written, or the path
+    names no regular file; the message names it.
     """
     target, mode = Path(path), _PRIVATE
     with contextlib.suppress(FileNotFoundError):
@@ -199,16 +193,28 @@ def anonymous_log() -> int:
     return descriptor
 
 
+class OwnDescriptor:
+    """A descriptor that is closed with this object, and goes to a child that inherits it or is being started."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.number = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(sent: Any) -> OwnDescriptor:
+    return OwnDescriptor(sent.detach())
+
+
 def check_private(path: _Path) -> None:
     """Check that no other user could have written ``path``, a file or directory, or can put another one in its place.
 
     It and the directories above it must belong to this user or to root, and neither others nor a group, except one of
     this user alone, may write to them. A directory above it may be like ``/tmp``, where users cannot replace each
-    other's files. Missing directories are skipped.
-
-    Raises:
-        PermissionError: Another user may have written there; the message names the directory and the remedy.
-        OSError: It cannot be looked at.
+    other's files. Missing directories are skipped. PermissionError, which names the directory and the remedy: another
+    user may have written there. OSError: it cannot be looked at.
     """
     place = Path(path).absolute()
     for part in (place, *place.parents):

@@ -123,10 +123,8 @@ def fingerprint(*parts: object) -> bytes:
     Classes and functions count by the content of the files that define them, and those of installed packages by name
     and version; also their base classes, closures, defaults and decorators. Objects count by the state that pickle
     would store, arrays and tensors by content. An object with a method ``__fingerprint__`` counts by its result
-    instead. Code and data in other files that a function uses are not seen.
-
-    Raises:
-        TypeError: A part cannot be pickled, is too large, or was defined where its source cannot be read.
+    instead. Code and data in other files that a function uses are not seen. TypeError: a part cannot be pickled, is too
+    large, or was defined where its source cannot be read.
     """
     return _Walk().digest((sys.version_info[:2], parts))
 
@@ -393,13 +391,8 @@ def _source(
 ) -> bytes | None:
     """What stands for the text that defines something: a digest of its file, or the version of an installed package.
 
-    Args:
-        variables: The global variables of a function, which may know how to load the text.
-        defined: A module, a class or the code of a function, for which the file is read once: an editor may change the
-            file while this program runs the former code.
-
-    Returns:
-        None if the text cannot be found.
+    The global variables of a function may know how to load the text. The file is read once for each module, class or
+    code: an editor may change it while this program runs the former code. None if the text cannot be found.
     """
     if id(defined) not in _sources:
         _sources[id(defined)] = _read(file, module, variables), defined

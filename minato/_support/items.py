@@ -34,12 +34,7 @@ _ORDINAL_BITS = 40
 
 
 class Item(NamedTuple):
-    """Name of an item of an iterable dataset.
-
-    Attributes:
-        reader: Number of its reader.
-        ordinal: Number of calls of ``next()`` before the one that returned it, in this epoch of the reader.
-    """
+    """Name of an item of an iterable dataset: its reader, and how many ``next()`` this had in its epoch before it."""
 
     reader: int
     ordinal: int
@@ -126,8 +121,7 @@ def set_resumed(states: Sequence[object]) -> None:
 def reading_again(items: object, count: float) -> Iterator[None]:
     """Have an iterator load a state after which an earlier run has read on.
 
-    Args:
-        count: Of the items that come again, at most; infinity: nobody knows.
+    At most ``count`` items come again; infinity: nobody knows.
     """
     before = _again.items, _again.count
     _again.items, _again.count = items, count

@@ -393,10 +393,8 @@ class _SnapshotPickler(_ChildPickler):
 class Snapshot:
     """Arrives as the object that it holds, as that is now, in each child that is being started.
 
-    The object is pickled once. Tensors are shared with the children, as torch shares them.
-
-    Raises:
-        Exception: Of pickling, also if a part of the object can only be sent to one child at a time.
+    The object is pickled once. Tensors are shared with the children, as torch shares them. What pickling raises is
+    raised, also if a part of the object can only be sent to one child at a time.
     """
 
     def __init__(self, value: object) -> None:
@@ -419,12 +417,9 @@ class Snapshot:
 
 
 def for_children(value: object) -> Snapshot | ForChild:
-    """What arrives as an object, in children that are being started.
+    """What arrives as an object, in children that are being started; NotPicklableError: a package for that is missing.
 
     Locks, pipes and the like are sent to one child at a time: then the object is pickled for each child.
-
-    Raises:
-        NotPicklableError: A package is missing that carries a definition.
     """
     try:
         return Snapshot(value)
@@ -765,10 +760,8 @@ def take_own_name() -> None:
 def refuse_unguarded() -> NoReturn:
     """End this process, which imports the main module to become a worker, and is to start workers by that.
 
-    A worker of a pool ends silently: the training process raises an error that says so.
-
-    Raises:
-        SystemExit: The program itself has started this process. multiprocessing's own error has fifty lines.
+    A worker of a pool ends silently: the training process raises an error that says so. Where the program itself has
+    started this process, SystemExit: multiprocessing's own error has fifty lines.
     """
     name, command = current_process().name, " ".join(sys.orig_argv)
     is_server = name == "MainProcess" and "minato.workers." in command

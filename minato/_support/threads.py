@@ -23,11 +23,8 @@ def threads_are_real() -> bool:
 def start_thread(thread: Thread) -> None:
     """Start a thread; what a signal's handler raises meanwhile, is raised.
 
-    Raises:
-        RuntimeError: There are no threads of the system, or no more.
-
     ``Thread.start`` waits until the thread runs. If a handler raises at the wrong moment of that wait, CPython releases
-    a lock twice and raises RuntimeError instead.
+    a lock twice and raises RuntimeError instead. RuntimeError: there are no threads of the system, or no more.
     """
     if not threads_are_real():
         raise RuntimeError(

@@ -89,9 +89,7 @@ class Arena:
     A program that keeps batches makes the arena grow: no batch waits for a slot. A slot that the program holds when it
     forks is not recycled as long as the child lives.
 
-    Args:
-        segment: Memory to divide; by default a new sparse segment.
-        shared: Whether other processes write to a new segment.
+    It divides a ``segment``, by default a new sparse one, to which other processes write if it is ``shared``.
 
     Attributes:
         shared: Whether other processes can write to it.
@@ -129,9 +127,7 @@ class Arena:
     def acquire(self) -> Slot:
         """Take a free slot, the most recently used one if there is a choice.
 
-        Raises:
-            MemoryError: The address space is used up.
-            RuntimeError: This is a forked child, and its parent acquires the same slots.
+        MemoryError: the address space is used up. RuntimeError: this is a forked child, whose parent acquires the same.
         """
         if self.shared and self.owner != os.getpid():
             check_owner(self.owner)
@@ -186,10 +182,8 @@ class Arena:
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a view of the slot, shape (bytes,), uint8. The slot is free when it and all views of it are gone.
 
-        With ``pinned_slots``, the slot is pinned first, and free only when the device has read it, too.
-
-        Args:
-            view: The view. While it lives, further calls with it change nothing.
+        With ``pinned_slots``, the slot is pinned first, and free only when the device has read it, too. While a given
+        ``view`` lives, further calls with it change nothing.
         """
         view = self.view(slot) if view is None else view
         if slot.start not in self._leases:
@@ -217,7 +211,6 @@ class Arena:
         return True
 
     def _settle(self) -> None:
-        """Free the slots whose leases have ended."""
         self._loans.settle()
         while self._ended:
             lease = self._ended.popleft()

@@ -51,12 +51,10 @@ def noted(error: BaseException, explanation: str = "") -> BaseException:
 
 
 class ErrorTransport(NamedTuple):
-    """How the exceptions of a worker get to the training loop.
+    """How the exceptions of a worker get to the training loop; those of ``kinds`` do not end the worker.
 
-    Attributes:
-        kinds: The exceptions of samples and ``collate_fn`` that do not end the worker.
-        wrap: Returns the exception that ``next()`` raises for one that is being handled, or torch's wrapper of it. A
-            second argument is an explanation, in lines that are indented as those of a traceback.
+    ``wrap`` returns the exception that ``next()`` raises for one that is being handled, or torch's wrapper of it. A
+    second argument is an explanation, in lines that are indented as those of a traceback.
     """
 
     kinds: Kinds = (Exception,)
@@ -89,9 +87,8 @@ def _arrived(kind: bytes, fields: dict[str, object]) -> ExceptionWrapper:
 class SampleError:
     """An exception, itself or in torch's wrapper of it, and the index of the sample that raised it.
 
-    Args:
-        index: Index in the dataset; None if the collation of the batch raised.
-        state: State of the worker's dataset afterwards, as :meth:`BatchReader.state` returns it; None without one.
+    The index is None if the collation of the batch raised; ``state`` is that of the worker's dataset afterwards, as
+    :meth:`BatchReader.state` returns it, or None without one.
     """
 
     _is_noted = False
@@ -112,7 +109,6 @@ class SampleError:
 
 
 def _unwrapped(wrapper: ExceptionWrapper) -> BaseException:
-    """Return the exception that torch's wrapper raises."""
     try:
         wrapper.reraise()
     except BaseException as raised:
@@ -160,9 +156,7 @@ def reported(error: BaseException) -> Exception:
 def wrapped(worker: str, in_process: bool = False) -> Callable[..., ExceptionWrapper]:
     """Return a function that puts an exception into torch's wrapper, so that text and traceback read as torch's.
 
-    Args:
-        worker: Kind and number of the worker, in torch's words: ``worker process 3``.
-        in_process: The worker is a process of its own. Then a Ctrl-C ends it instead of travelling.
+    ``worker`` is in torch's words: ``worker process 3``. A Ctrl-C ends a worker process instead of travelling.
     """
 
     def wrap(error: BaseException, explanation: str = "") -> ExceptionWrapper:

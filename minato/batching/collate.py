@@ -19,7 +19,7 @@ from minato._support.text import short, text_of, type_name
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Layout, Rows
 
-__all__ = ["BatchBuilder", "Bind", "Collate", "PadCollate", "RunAgain", "pad_stack"]
+__all__ = ["BatchBuilder", "Bind", "Collate", "PadCollate", "RunAgain", "like", "pad_stack"]
 
 
 Bind = Callable[[int, int, Any, int], AbstractContextManager[None]]
@@ -30,17 +30,12 @@ RunAgain = Callable[[int, int, Any], list[Any]]
 
 
 class Collate:
-    """The loader's ``collate_fn``, called as torch calls it.
-
-    Args:
-        collate_fn: Called with the list of samples, or with the sample if ``batched`` is false.
-        batched: Whether the loader has a batch size.
-        bind: Binds randomness to a batch while a worker collates it; None: it is not bound, or the caller does so.
+    """The loader's ``collate_fn``, called as torch calls it: with the sample itself if the loader has no batch size.
 
     Attributes:
         is_own: Whether batches are built by calling ``collate_fn`` instead of in fields.
         draws: Whether ``collate_fn`` is the program's own, which may draw random numbers.
-        bind: As given; None too if it does not draw.
+        bind: Binds randomness to a batch while a worker collates it. None: it does not draw, or the caller does so.
     """
 
     def __init__(
@@ -113,13 +108,9 @@ _DETACHED = "Return tensor.detach(): a worker cannot send the graph of its gradi
 
 
 class _Cause(NamedTuple):
-    """Why samples cannot be collated.
+    """Why samples cannot be collated: what is ``found`` in sample ``k`` of the batch, at a place like ``['x'][0]``.
 
-    Attributes:
-        place: In a sample, as ``['image'][0]``; empty: the sample itself.
-        k: Number of the sample in its batch.
-        found: The value there.
-        first: The value in the first sample, from which it differs; empty: it cannot be collated at all.
+    ``first`` is what the first sample has there, from which it differs; empty: it cannot be collated at all.
     """
 
     place: str
@@ -216,10 +207,8 @@ def _shown(value: Any) -> str:
         return short(f"{type_name(value)} with the keys {text_of(list(value))}", _MOST_SHOWN)
     if kind == "sequence":
         return f"{type_name(value)} of length {len(value)}"
-    return short(
-        f"{type_name(value, module=kind is None)} {text_of(value) if kind else ''}".rstrip(),
-        _MOST_SHOWN,
-    )
+    words = f"{type_name(value, module=kind is None)} {text_of(value) if kind else ''}"
+    return short(words.rstrip(), _MOST_SHOWN)
 
 
 # ---- samples of different lengths ----
@@ -298,7 +287,7 @@ class PadCollate:
                 for mask, of in self.masks.items():
                     lengths = torch.tensor([len(each[of]) for each in samples])
                     batch[mask] = torch.arange(batch[of].shape[1]) < lengths[:, None]
-            return _like(first, batch)
+            return like(first, batch)
         if isinstance(first, (list, tuple)):
             parts = [self._collated(part, name) for part in zip(*samples, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else parts
@@ -308,13 +297,13 @@ class PadCollate:
         return collate_in_own_memory(samples)
 
 
-def _like(first: Mapping[object, object], batch: dict[object, object]) -> object:
+def like(first: Mapping[object, object], batch: dict[object, object]) -> Any:
     """The fields of a batch in a mapping of the first sample's class, where torch makes one."""
     try:
         if not isinstance(first, MutableMapping):
             made: Callable[[object], object] = type(first)
             return made(batch)
-        clone = copy.copy(first)
+        clone = copy.copy(first)  # keeps attributes of a subclass
         clone.update(batch)
     except TypeError:
         return batch
@@ -338,11 +327,8 @@ samples, which then lie in the caches of their cores."""
 class BatchBuilder:
     """Builds batches by the rules of ``default_collate``, with one copy, or by another ``collate_fn``.
 
-    Attributes:
-        collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
-        draws: Whether ``collate_fn`` is the program's own, which may draw random numbers.
-        nbytes: Bytes of the last batch that was built in fields; 0 for any other.
-        explain: As :meth:`Collate.explain`.
+    ``collates``, ``draws`` and ``explain`` are ``is_own``, ``draws`` and ``explain`` of :class:`Collate`. ``nbytes``
+    are those of the last batch that was built in fields; 0 for any other.
     """
 
     def __init__(self, arena: Arena, collate: Collate) -> None:
@@ -435,7 +421,6 @@ class BatchBuilder:
         return slot if nbytes <= slot.end - slot.start else None
 
     def _lease(self, slot: Slot, nbytes: int, memory: Buffer) -> None:
-        """Leave a slot to the batch that views its memory."""
         # First: an interruption may leave a slot unused, but never has two batches in one.
         self._slot, self._last_slot = None, slot
         self._arena.lease(slot, nbytes, memory)

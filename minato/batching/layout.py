@@ -55,12 +55,12 @@ _NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool
 
 
 class _Field(NamedTuple):
+    """Elements and bytes are those of an item."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     numel: int
-    """Elements of an item."""
     nbytes: int
-    """Bytes of an item."""
     is_tensor: bool
 
 
@@ -69,21 +69,22 @@ _Placed: TypeAlias = tuple[torch.dtype, int, int, tuple[int, ...]]
 
 
 class _Plan(NamedTuple):
-    """A layout for one batch size; offsets are in bytes from the start of the region."""
+    """A layout for one batch size; offsets are in bytes from the start of the region, which has ``nbytes``.
+
+    Of a small batch, it has tensors ``alike``: ``empty_like`` takes half as long as ``empty``.
+    """
 
     packer: Packer
     nbytes: int
-    """Size of the region."""
     tensors: list[_Placed]
     alike: list[torch.Tensor]
-    """A tensor like each field of a small batch: ``empty_like`` takes half as long as ``empty``."""
 
 
 class Layout:
     """Places of all parts of all samples of a batch, for samples of one structure.
 
-    The numbers of the samples become contiguous *fields* in shared memory; strings stay outside.
-    :meth:`infer` and :meth:`from_bytes` make layouts; two are equal if their bytes are.
+    The numbers of the samples become contiguous *fields* in shared memory; strings stay outside: each sample has
+    ``num_texts`` of them. :meth:`infer` and :meth:`from_bytes` make layouts; two are equal if their bytes are.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -98,19 +99,14 @@ class Layout:
         self._plans: dict[int, _Plan] = {}
         self._packer: Packer | None = None  # of any plan: all check samples in the same way
         self.num_texts = sum(node.tag == "text" for node in nodes)
-        """Number of ``str`` and ``bytes`` in a sample."""
 
     @staticmethod
     def infer(sample: object, likely: Layout | None = None) -> Layout | None:
-        """Derive the layout of batches from a first sample.
+        """Derive the layout of batches from a first sample; a ``likely`` one is tried first, which is much faster.
 
-        Args:
-            likely: Layout to try first, which is much faster if it fits.
-
-        Returns:
-            The layout; None if torch's own function must build the batch: the sample holds objects other than plain
-            tensors and arrays in host memory, numbers, strings and standard containers, torch refuses it, or the
-            program has changed how torch collates.
+        None if torch's own function must build the batch: the sample holds objects other than plain tensors and arrays
+        in host memory, numbers, strings and standard containers, torch refuses it, or the program has changed how torch
+        collates.
         """
         if likely is not None and likely.shows() and likely._packer and likely._packer.fits(sample):
             return likely
@@ -170,12 +166,11 @@ class Layout:
     def batch(
         self, buffer: Buffer, offset: int, n: int, texts: Sequence[Sequence[str | bytes]]
     ) -> Any:
-        """Build the batch that ``default_collate`` would have built, without copying.
+        """Build the batch that ``default_collate`` would have built, without copying, of ``n`` packed samples.
 
         Args:
             buffer: Writable memory, shape (bytes,), uint8. Each tensor keeps it alive.
             offset: Where in the buffer the region starts, in bytes; a multiple of 64.
-            n: Number of samples, all of them packed.
             texts: Strings of each sample, from the packer; ignored if samples hold none.
 
         Returns:
@@ -190,14 +185,10 @@ class Layout:
         return self._collated(iter(tensors), iter(columns))
 
     def collate(self, samples: list[object], kept_nbytes: int, memory: Buffer | None = None) -> Any:
-        """Build the batch that ``default_collate`` would have built, with one copy.
+        """Build the batch that ``default_collate`` would have built, as :meth:`batch`, with one copy.
 
-        Args:
-            kept_nbytes: Tensors of at least this many bytes are copied by all threads of torch in this process.
-            memory: As for :meth:`batch`; None: memory of its own.
-
-        Returns:
-            As :meth:`batch`; None if a sample has another layout.
+        Tensors of at least ``kept_nbytes`` are copied by all threads of torch in this process. Without ``memory``, each
+        has its own. None if a sample has another layout.
         """
         count = len(samples)
         plan = self._plans.get(count) or self._plan(count)
@@ -222,15 +213,9 @@ class Layout:
     def sample(
         self, buffer: Buffer, offset: int, n: int, k: int, texts: Sequence[str | bytes]
     ) -> Any:
-        """Rebuild sample ``k`` of a batch as the dataset returned it.
+        """Rebuild sample ``k`` of a batch as the dataset returned it; its arrays are contiguous views of the buffer.
 
-        Args:
-            n: Number of samples that the region is for.
-            k: Number of the sample, already packed.
-            texts: Strings of the sample, from the packer.
-
-        Returns:
-            The sample. Its tensors and arrays are contiguous views of the buffer.
+        ``texts`` are its strings, from the packer. The other arguments are those of :meth:`batch`.
         """
         items = (
             buffer[start : start + field.nbytes]
@@ -281,7 +266,6 @@ def _empty(fields: Iterable[_Placed]) -> list[torch.Tensor]:
 def _viewed(
     buffer: Buffer, dtype: torch.dtype, numel: int, offset: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return a tensor that views a part of the buffer."""
     if numel == 0:  # torch.frombuffer makes no empty tensors
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
@@ -310,7 +294,6 @@ def _collator(spec: Spec, sequence: type) -> Collator:
 
 
 def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes]) -> Any:
-    """Rebuild one sample from the bytes of its items."""
     match spec:
         case ("text", _):
             return next(texts)
@@ -361,13 +344,9 @@ def share_layout(
 
 
 def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> LayoutRecord:
-    """Read the layout of a batch at an arena offset.
+    """Read the layout of a batch at an arena offset, whose fields must lie in ``slot``, if that is known.
 
-    Args:
-        slot: The slot in which the fields must lie; None if the caller does not know it.
-
-    Raises:
-        DamagedError: The record is not the one that was written.
+    DamagedError: The record is not the one that was written.
     """
     head = segment.read(offset, _HEAD_BYTES)
     # The size of the layout is used only if its checksum is right.
@@ -425,14 +404,10 @@ def has_rows(dataset: object) -> bool:
 
 
 def rows_of(dataset: Any, indices: list[Any]) -> Rows | None:
-    """Return the rows that are the samples of these indices.
+    """Return the rows that are the samples of these indices, of a dataset of which :func:`has_rows` is true.
 
-    Args:
-        dataset: One of which :func:`has_rows` is true.
-
-    Returns:
-        None if the samples must be loaded one by one: an index is negative, out of range or not an integer, or NumPy
-        cannot view the memory as contiguous rows.
+    None if the samples must be loaded one by one: an index is negative, out of range or not an integer, or NumPy cannot
+    view the memory as contiguous rows.
     """
     while type(dataset) is Subset:
         if type(dataset.indices) not in (list, tuple, range, np.ndarray):
@@ -442,13 +417,9 @@ def rows_of(dataset: Any, indices: list[Any]) -> Rows | None:
         except (IndexError, TypeError):
             return None
         dataset = dataset.dataset
-    sources: list[Array] = []
-    for part in dataset.tensors if type(dataset) is TensorDataset else (dataset,):
-        source = _memory(part)
-        if source is None:
-            return None
-        sources.append(source)
-    if not sources:
+    parts = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    sources = [source for part in parts if (source := _memory(part)) is not None]
+    if not sources or len(sources) < len(parts):
         return None
     rows = _in_range(indices, min(map(len, sources)))
     return None if rows is None else Rows(dataset[indices[0]], sources, rows, len(indices))
@@ -460,18 +431,15 @@ def _memory(part: Any) -> Array | None:
     try:
         if kind is torch.Tensor and part.is_contiguous():
             array: Array = part.view(torch.uint8).numpy()
-        elif kind in _ARRAYS and part.flags.c_contiguous and _holds_numbers(part.dtype):
+        elif kind in _ARRAYS and part.flags.c_contiguous and part.dtype.kind in "biufc":
+            if not part.dtype.isnative:  # a sample's bytes are not those in memory
+                return None
             array = np.asarray(part).view(np.uint8)  # without what np.memmap does for each slice
         else:
             return None
         return array.reshape(len(part), -1)
     except (RuntimeError, TypeError, ValueError):  # on a device, sparse, or without rows
         return None
-
-
-def _holds_numbers(dtype: np.dtype) -> bool:
-    """Whether a sample's bytes are those in memory; scalars of foreign byte order are not."""
-    return dtype.kind in "biufc" and dtype.isnative
 
 
 def _in_range(indices: list[Any], length: int) -> Array | slice | None:

@@ -47,12 +47,10 @@ class BatchReader:
         return exception_of(self._store.get(result, nbytes, None, ERROR_BLOB))
 
     def read(self, batch: int, slot: Slot) -> Any:
-        """Return the batch in ``slot``. Its tensors lease the slot; a batch that raises frees it.
+        """Return the batch in ``slot``, or raise what a sample or the collation raised. Its tensors lease the slot.
 
-        If this was interrupted, it can be called again. The slot is leased by this reader, too, until ``discard``.
-
-        Raises:
-            Exception: A sample of the batch, or its collation, raised it.
+        If this was interrupted, it can be called again. The slot is leased by this reader, too, until ``discard``. A
+        batch that raises frees it.
         """
         record = self.ledger.describe(batch)
         flags = record.flags

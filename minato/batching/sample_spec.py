@@ -276,11 +276,8 @@ class Handover:
     than with torch. Then the worker that makes the samples of a batch collates them: from the first such sample on,
     each worker claims whole batches, and each sample keeps its place, whatever the order.
 
-    Each word is only ever set, so that workers may do it at the same time.
-
-    Args:
-        buffer: Writable memory that every party maps; zeros mean that nothing is known.
-        offset: Where its ``NBYTES`` start; a multiple of 8.
+    It takes ``NBYTES`` from ``offset`` on, a multiple of 8; zeros mean that nothing is known. Each word is only ever
+    set, so that workers may do it at the same time.
     """
 
     NBYTES = 64

@@ -60,12 +60,9 @@ def damaged(subject: str) -> DamagedError:
 
 
 class Store(ABC):
-    """The memory of batches: their fields, and the objects that are in no field.
+    """The memory of batches: a segment with their fields, and the objects that are in no field.
 
     A worker puts objects here, and the process that collates or returns the batch gets them.
-
-    Args:
-        segment: Memory of the arena, an attribute too.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -77,11 +74,7 @@ class Store(ABC):
     ) -> tuple[int, int]:
         """Store an object; returns ``(offset, nbytes)`` for ``get``. Raises the exception of its pickling.
 
-        The offset is a multiple of 64.
-
-        Args:
-            purpose: Kind of object in error messages (see ``SidePickler``).
-            kind: Kind of the blob, 0 for an object that is no blob. ``get`` and ``peek`` must give the same.
+        The offset is a multiple of 64. ``get`` and ``peek`` must give the same ``kind``; it is 0 for no blob.
         """
 
     @abstractmethod
@@ -224,18 +217,11 @@ def listed(indices: Sequence[object]) -> str:
     return f"{', '.join(map(str, first))}{more}"
 
 
-def _itself(index: object) -> object:
-    return index
-
-
 class StoredIndices:
-    """The indices that the sampler has given for the samples in flight.
+    """The indices that the sampler has given for the samples in flight, by either end of the ledger.
 
-    Args:
-        ledger: Either end of the ledger.
-        store: Holds indices that are no integers.
-        name: Makes the name of an item of its key, where samples are those of an iterable dataset; None: they have
-            indices.
+    The store holds those that are no integers. ``name`` makes the name of an item of its key, where samples are those
+    of an iterable dataset; by default they have indices.
     """
 
     def __init__(
@@ -243,7 +229,7 @@ class StoredIndices:
     ) -> None:
         self._ledger, self._store = ledger, store
         self._are_keys = name is not None
-        self.name = name or _itself
+        self.name: Callable[[Any], object] = name or (lambda index: index)
 
     def read(self, batch: int, k: int, count: int) -> Sequence[Any]:
         """The indices of samples k … k+count-1 of a batch; all of them are in the sampler's own container."""

@@ -156,13 +156,9 @@ class BatchWriter:
         self._fill(batch, k, len(samples))
 
     def deliver_rows(self, position: int, rows: Rows) -> int:
-        """Deliver rows to their own places, or to free ones.
+        """Deliver rows, the first of which is at ``position`` in the ledger, to their own places, or to free ones.
 
-        Args:
-            position: Of the first sample in the ledger.
-
-        Returns:
-            The number of rows that are delivered. The others must be delivered one by one, which may also be faster.
+        Returns how many are delivered. The others must be delivered one by one, which may also be faster.
         """
         ledger, done = self._ledger, 0
         while done < rows.size:
@@ -197,13 +193,10 @@ class BatchWriter:
         to_newest: bool = False,
         collates: bool = True,
     ) -> None:
-        """Deliver samples to free places of any batch, as many together as lie next to each other.
+        """Deliver samples, and the error of the one after them, to free places of any batch, together if these are.
 
-        Args:
-            position: Of the first sample in the ledger; the others follow it.
-            error: Exception of the sample after these.
-            to_newest: They go to the newest batch, where they have no places yet.
-            collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
+        ``position`` is that of the first in the ledger. ``to_newest``: they go to the newest batch, where they have no
+        places yet. A batch that is full then is collated here if ``collates``; otherwise another worker finds it.
         """
         ledger, done, count = self._ledger, 0, len(samples)
         has_skipped = type(SKIP) in set(map(type, samples))  # also of a dead worker's sample
@@ -277,7 +270,6 @@ class BatchWriter:
         self._collate_if_left(batch, self._ledger.fill_run(batch, k, count))
 
     def _collate_if_left(self, batch: int, outcome: int) -> None:
-        """Publish a batch that the ledger has left to this worker."""
         if outcome == MUST_COLLATE:
             self.collate_and_publish(batch)
 
@@ -324,11 +316,9 @@ class BatchWriter:
         samples: list[object],
         whole: bool = False,
     ) -> None:
-        """Write samples k, k+1, … of a batch.
+        """Write samples k, k+1, … of a batch, whose indices are for a worker that may have to run them again.
 
-        Args:
-            indices: Of use only where another worker may have to run them again.
-            whole: They are all samples of the batch: those that have no place in its fields are collated at once.
+        ``whole``: they are all of the batch; those that have no place in its fields are collated at once.
         """
         start_ns = self._tracer.now()
         try:

@@ -309,21 +309,17 @@ def _gpus() -> Finding:
     pinner = memory_pinner()
     if pinner is None:
         remedy = "install torch for CUDA (https://pytorch.org/get-started), if training is to use the GPU"
-        lacks = has_driver() and torch.version.cuda is None
-        return (
-            Finding("GPU", "note", "this torch has no CUDA", remedy)
-            if lacks
-            else Finding("GPU", "ok", "none")
-        )
+        if has_driver() and torch.version.cuda is None:
+            return Finding("GPU", "note", "this torch has no CUDA", remedy)
+        return Finding("GPU", "ok", "none")
     names = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
     try:
         segment = Segment(mmap.PAGESIZE)
         pinner.lock(segment.address, mmap.PAGESIZE)
     except OSError as error:
         remedy = "use pin_memory=True: torch pins a copy of each batch"
-        return Finding(
-            "GPU", "note", f"{names}; batches cannot be pinned in place: {error}", remedy
-        )
+        told = f"{names}; batches cannot be pinned in place: {error}"
+        return Finding("GPU", "note", told, remedy)
     pinner.unlock(segment.address)
     return Finding("GPU", "ok", f"{names}; batches are pinned in place")
 

@@ -23,6 +23,7 @@ from minato._core import Ledger, now_ns
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._support.objects import attribute
 from minato.batching.arena import Arena, DeviceEvent, DeviceTimes, MemoryPinner, Slot
+from minato.batching.collate import like
 from minato.batching.reader import BatchReader
 from minato.errors import Postponed
 from minato.observe.tracer import NULL_TRACER, Tracer
@@ -101,11 +102,7 @@ class PrefetchReader:
         self._states: dict[int, tuple[int, Any] | None] = {}
 
     def read(self, record: int, slot: Slot) -> Any:
-        """Return a batch.
-
-        Raises:
-            Exception: Its copy raised it.
-        """
+        """Return a batch, or raise what its copy raised."""
         started = self._started.get(record)
         if started is None:
             return self._copier.copy(slot, functools.partial(self._reader.read, record, slot))
@@ -127,14 +124,10 @@ class PrefetchReader:
         """Start the copies of the next batches; :meth:`read` raises their exceptions."""
         for item in upcoming:
             record = self._ledger.describe(item.record)
-            lacks_data = record.flags & (FAILED | ENDED | SKIPPED)
-            if (
-                lacks_data
-                or record.result & KIND_MASK == ERROR_BLOB
-                or item.record in self._started
-            ):
+            is_failed = record.result & KIND_MASK == ERROR_BLOB
+            if is_failed or record.flags & (FAILED | ENDED | SKIPPED):
                 continue
-            if record.used_nbytes < self._copier.least_nbytes:
+            if item.record in self._started or record.used_nbytes < self._copier.least_nbytes:
                 continue
             try:
                 if record.flags & STATES:
@@ -189,9 +182,8 @@ class Cuda(Accelerator):
     Subclasses of tensors, and objects with a ``to``, allocate by themselves, after the wait. So only one thread may
     train on batches with such parts on one device.
 
-    Args:
-        device: The device; without an index, torch's current one when the first batch is copied. None: the program
-            itself copies to its devices, and only pins and events are needed.
+    ``device`` without an index is torch's current one when the first batch is copied. None: the program itself copies
+    to its devices, and only pins and events are needed.
     """
 
     pins_memory = True
@@ -330,11 +322,9 @@ def memory_pinner() -> MemoryPinner | None:
 
 
 class _Copy(NamedTuple):
-    """A batch whose copies were queued.
+    """A batch whose copies were queued, and the event that passes when they have run.
 
-    Attributes:
-        host: The batch in the arena. A reference to it keeps the slot leased.
-        event: Passes when the copies have run.
+    ``host`` is the batch in the arena. A reference to it keeps the slot leased.
     """
 
     batch: Any
@@ -345,11 +335,9 @@ class _Copy(NamedTuple):
 class DeviceCopier(Copier):
     """Copies batches to a device, those of any size while it computes.
 
-    Args:
-        keep: Called for each batch with its slot, the batch in host memory, and the event until which the device may
-            read it; None: nothing depends on it.
-        times: Counts the time to queue copies.
-        tracer: Records the time to queue copies, and the time until they have run.
+    ``keep`` is called for each batch with its slot, the batch in host memory, and the event until which the device may
+    read it; None: nothing depends on it. ``times`` counts the time to queue copies; the ``tracer`` records it, and the
+    time until they have run.
     """
 
     def __init__(
@@ -419,11 +407,9 @@ def copy_batch(
 ) -> tuple[Any, DeviceEvent]:
     """Queue the copies of a batch; returns the batch on the device, and the event after its copies.
 
-    Args:
-        take: Returns the batch in host memory. If nobody else refers to it, it is dropped while copies are queued: a
-            pinned slot then waits for the copies alone, and not for the training.
-        keep: Called with the batch and the event, which says how long the device may read the host memory. It is called
-            too when a copy raises, as copies queued before still run.
+    ``take`` returns the batch in host memory. If nobody else refers to it, it is dropped while copies are queued: a
+    pinned slot then waits for the copies alone, and not for the training. ``keep`` is called with it and the event
+    until which the device may read it, also when a copy raises, as copies queued before still run.
     """
     with accelerator.copying():
         host = take()
@@ -448,15 +434,7 @@ def move_leaves(data: object, move: Callable[[Any], object]) -> Any:
         return data
     make: Any = type(data)  # raises TypeError if its constructor takes other arguments
     if isinstance(data, collections.abc.Mapping):
-        moved = {key: move_leaves(value, move) for key, value in data.items()}
-        try:
-            if isinstance(data, collections.abc.MutableMapping):
-                clone = copy.copy(data)  # keeps attributes of a subclass
-                clone.update(moved)
-                return clone
-            return make(moved)
-        except TypeError:
-            return moved
+        return like(data, {key: move_leaves(value, move) for key, value in data.items()})
     if isinstance(data, tuple):
         items = [move_leaves(value, move) for value in data]
         return make(*items) if hasattr(data, "_fields") else make(items)

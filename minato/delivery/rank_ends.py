@@ -324,11 +324,7 @@ def _taken(rank: int, ranks: int) -> str:
 
 
 def _address() -> tuple[str, int]:
-    """Where the store is.
-
-    Raises:
-        RuntimeError: Nobody says so.
-    """
+    """Where the store is; RuntimeError: nobody says so."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdigit():
         raise RuntimeError(
@@ -339,11 +335,7 @@ def _address() -> tuple[str, int]:
 
 
 def _connected(rank: int, ranks: int) -> Store:
-    """The store of all ranks, which the process of rank 0 hosts, or the launcher.
-
-    Raises:
-        RuntimeError: It cannot be reached.
-    """
+    """The store of all ranks, which the process of rank 0 hosts, or the launcher; RuntimeError: it is out of reach."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         *(*_address(), None, rank == 0 and not is_hosted),
@@ -372,11 +364,7 @@ def _service_of(rank: int, ranks: int) -> _Service:
 
 
 class _Held(Outgoing):
-    """A batch that is held back.
-
-    Attributes:
-        origin: As the source gave it.
-    """
+    """A batch that is held back; the source gave it as ``origin``."""
 
     def __init__(self, origin: Outgoing) -> None:
         super().__init__(origin.batch, origin.error)
@@ -389,8 +377,6 @@ class EvenEnds(Layer):
     """A source of batches that ends after as many in every rank.
 
     Args:
-        source: The batches of this rank.
-        epoch_end: ``shortest``, ``repeat`` or ``pad``.
         dealt: This rank, and the number of ranks.
         again: Returns a source of the batches of an epoch from its start.
         pin: Pins a batch, if those of the source are :class:`minato.delivery.device.Pinned`.
@@ -457,9 +443,7 @@ class EvenEnds(Layer):
     def next(self) -> Outgoing:
         """The next batch: the same one until it is given. A signal's handler may raise at any line.
 
-        Raises:
-            StopIteration: The epoch is over in all ranks.
-            RuntimeError: Another rank does not answer, or has left the epoch.
+        RuntimeError: another rank does not answer, or has left the epoch.
         """
         if self._is_over:
             raise StopIteration
@@ -545,7 +529,6 @@ class EvenEnds(Layer):
                 self._told(now_ns() - start_ns)
 
     def _prepare_end(self) -> None:
-        """Make the batch that stands for those that this rank lacks, if there is one."""
         if self._epoch_end != "pad":
             return
         known = [held for held in self._queue if held.error is None]
@@ -569,7 +552,6 @@ class EvenEnds(Layer):
             ) from error
 
     def _extra(self) -> Outgoing:
-        """A batch beyond those of this rank."""
         padding = self._padding
         if padding is None:
             return self._repeated()
@@ -609,7 +591,6 @@ class EvenEnds(Layer):
             source.shut_down()
 
     def _finish(self, channel: Channel, service: _Service) -> None:
-        """End the epoch in this rank."""
         self._progress.held_by.discard(_HOLDER)
         if self._queue or not self._has_ended:
             self._progress.cut()

@@ -74,11 +74,8 @@ def _of_this_process() -> _AtExit:
 def print_at_exit(*, full: bool = False, says_none: bool = True) -> None:
     """Print a line of each loader to stderr when this process ends, and last the report of the one that cost most time.
 
-    Under a launcher, only local rank 0 does so.
-
-    Args:
-        full: The report and all figures of each loader instead.
-        says_none: Whether it also says that no loader ran. The last call decides.
+    ``full``: the report and all figures of each loader instead. ``says_none``: it also says that no loader ran. The
+    last call decides. Under a launcher, only local rank 0 prints.
     """
     mine = _of_this_process()
     mine.prints, mine.full, mine.says_none = True, full, says_none
@@ -87,11 +84,9 @@ def print_at_exit(*, full: bool = False, says_none: bool = True) -> None:
 def write_at_exit(path: str) -> None:
     """Write the reports of all loaders to a file when this process ends; the first call decides the file.
 
-    A file that cannot be written, or has other content, is a warning.
-
-    Args:
-        path: A name that ends with ``.json`` has JSON, with ``.html`` a page, any other one text. Local ranks above 0
-            write ``NAME.rank1.json`` and so on, child processes ``NAME.pid1234.json``.
+    A name that ends with ``.json`` has JSON, with ``.html`` a page, any other one text. Local ranks above 0 write
+    ``NAME.rank1.json`` and so on, child processes ``NAME.pid1234.json``. A file that cannot be written, or has other
+    content, is a warning.
     """
     mine = _of_this_process()
     if mine.path is not None or mine.refused:

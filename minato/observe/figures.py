@@ -28,12 +28,7 @@ __all__ = [
 
 
 def _figure(unit: str, reading: str) -> Any:
-    """A field of a figure.
-
-    Args:
-        unit: ``s``, ``bytes``, ``share`` (0 to 1), ``per s``, ``bytes per s``, or the things counted.
-        reading: How to read its extremes, in one line.
-    """
+    """A figure in ``s``, ``bytes``, ``share`` (0 to 1), ``per s``, ``bytes per s``, or things; how to read extremes."""
     return field(metadata={"unit": unit, "reading": reading})
 
 

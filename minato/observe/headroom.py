@@ -63,8 +63,7 @@ class Headroom:
 
     def to_dict(self) -> dict[str, float]:
         """The figures as plain data."""
-        names = ("loaded_s", "replayed_s", "speedup")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("loaded_s", "replayed_s", "speedup")}
 
     def __repr__(self) -> str:
         if not self.replayed_s:

@@ -233,8 +233,7 @@ class _Board:
     def close(self) -> None:
         """End the thread, which takes the panel away.
 
-        The collection of an iterator may end its epoch in any thread: in the one that draws, or while this one holds
-        what that one waits for.
+        An epoch may end in any thread, by a collection: in the one that draws, or while this holds what that waits for.
         """
         thread, self._thread, self._panel = self._thread, None, None
         if thread is None:
@@ -252,10 +251,7 @@ class _Board:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Neither draw nor print meanwhile: rich erases the panel by the size that it had before.
-
-        Within limits: see ``close``.
-        """
+        """Neither draw nor print meanwhile, within limits (``close``): rich erases the panel by its former size."""
         is_alone = self._drawing.acquire(timeout=_JOIN_S)
         try:
             yield
@@ -372,7 +368,6 @@ def _line(view: Live, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _progress(view: Live) -> str:
-    """Batches and time so far, and the time left at the average rate."""
     elapsed_s = (now_ns() - view.began_ns) / 1e9
     if not view.length:
         return f"{view.batches} batches in {_clock(elapsed_s)}"

@@ -154,10 +154,7 @@ _labels: weakref.WeakKeyDictionary[EpochLog, str] = weakref.WeakKeyDictionary()
 
 
 class LabelledMetrics:
-    """The metrics of one loader; keeps neither the loader nor its dataset.
-
-    Its label is its own, or a name, to which a number is appended if another loader has it.
-    """
+    """The metrics of one loader, without it and its dataset; a name that another loader has is followed by a number."""
 
     def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
         self._log, self._stages = log, stages
@@ -215,8 +212,7 @@ class Collector:
 class ServedMetrics:
     """The metrics of one loader, served while this object exists; several loaders may share a host and port, 0 for any.
 
-    Raises:
-        ImportError, OSError: prometheus_client is not installed; the address is not available.
+    ImportError, OSError: prometheus_client is not installed; the address is not available.
     """
 
     def __init__(self, metrics: LabelledMetrics, address: tuple[str, int]) -> None:

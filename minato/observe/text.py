@@ -63,22 +63,15 @@ def headline(report: Report) -> list[tuple[str, str]]:
         return f"{format_value(seconds / batches, 's')} per batch"
 
     step_s = rates.wall_s - waiting.total_s - waiting.pin_memory_s - waiting.ranks_s
-    busy = f"{workers.count}, busy {format_value(workers.busy_share, 'share')} of their time, "
+    waits, rate = format_value(waiting.share, "share"), digits(rates.samples_per_s)
+    busy = "none, loading takes"
+    if report.setup.num_workers:
+        busy = f"{workers.count}, busy {format_value(workers.busy_share, 'share')} of their time,"
     rows = [
-        (
-            "waiting",
-            f"{format_value(waiting.share, 'share')} of the loop's time, {per_batch(waiting.total_s)}",
-        ),
+        ("waiting", f"{waits} of the loop's time, {per_batch(waiting.total_s)}"),
         ("training step", per_batch(max(step_s, 0.0))),
-        (
-            "throughput",
-            f"{digits(rates.samples_per_s)} samples/s, {digits(rates.batches_per_s)} batches/s",
-        ),
-        (
-            "workers",
-            (busy if report.setup.num_workers else "none, loading takes ")
-            + per_batch(workers.busy_s),
-        ),
+        ("throughput", f"{rate} samples/s, {digits(rates.batches_per_s)} batches/s"),
+        ("workers", f"{busy} {per_batch(workers.busy_s)}"),
     ]
     if waiting.ranks_s:
         rows.insert(1, ("other ranks", f"waits for them {per_batch(waiting.ranks_s)}"))
@@ -89,9 +82,8 @@ def headline(report: Report) -> list[tuple[str, str]]:
         cost = format_value(stage.share * workers.busy_s / max(rates.samples, 1), "s")
         rows.append(("slowest", f"{stage.name}, {share} of loading, {cost} per sample"))
     if report.setup.num_workers:
-        rows.append(
-            ("prefetch", f"{digits(window.in_flight)} of at most {window.limit} batches in flight")
-        )
+        open_ = digits(window.in_flight)
+        rows.append(("prefetch", f"{open_} of at most {window.limit} batches in flight"))
     return rows
 
 
@@ -328,10 +320,8 @@ def _section(report: Report) -> str:
         f'<div class="charts">{_waiting_chart(report)}{_stages_chart(report)}</div>',
     ]
     if slowest is not None:
-        parts += [
-            "<h3>Slowest samples</h3>",
-            _html_table(slowest._replace(rows=slowest.rows[:_SLOWEST])),
-        ]
+        first = slowest._replace(rows=slowest.rows[:_SLOWEST])
+        parts += ["<h3>Slowest samples</h3>", _html_table(first)]
     more = "".join(f"<h3>{_text(each.title)}</h3>{_html_table(each)}" for each in tables.values())
     if more:
         parts.append(f"<details><summary>All figures</summary>{more}</details>")
@@ -408,7 +398,6 @@ def _waiting_chart(report: Report) -> str:
 
 
 def _stages_chart(report: Report) -> str:
-    """The share of each stage, from 0 to 100 %."""
     stages = [each for each in report.run.stages if each.share]
     content: list[str] = []
     for number, stage in enumerate(stages):

@@ -32,23 +32,18 @@ _EXACT = 1 << 53
 
 
 class Trace:
-    """A loader's trace.
+    """A loader's trace; its file is checked now, and truncated at the first iteration.
 
-    Args:
-        path: The file; checked now, and truncated at the first iteration.
-        variable: The environment variable that gave the path to all processes of the program, with its value. Each
-            process to which the loader travels writes a file of its own, which is checked at its first iteration.
+    ``variable`` is the environment variable that gave the path to all processes of the program, with its value. Each
+    process to which the loader travels writes a file of its own, which is checked at its first iteration.
 
-    Raises:
-        ValueError: The file is no trace; it stays unchanged.
-        OSError: It cannot be written.
+    ValueError, OSError: The file is no trace, and stays unchanged; it cannot be written.
     """
 
     def __init__(self, path: str, name: str, *, variable: str = "") -> None:
         self._given, self._variable = os.path.abspath(path), variable
         self._name = name
-        self._begun: str | None = None
-        """The file that was truncated."""
+        self._begun: str | None = None  # the file that was truncated
         self._taken: set[int] = set()
         if variable:
             return  # the rank, which is part of the name, may not be known yet
@@ -148,10 +143,7 @@ class Track(Tracer):
     """A tracer that appends to the file of a trace, as one thread of one process. Nothing is written before ``flush``.
 
     Events are appended by a single system call, so that lines do not mix and survive the process. Concurrent writes of
-    other processes can exceed the limit of the file's size slightly.
-
-    Attributes:
-        error: Why the file cannot be written, which ends the recording; None: it can.
+    other processes can exceed the limit of the file's size slightly. The first ``error`` ends the recording.
     """
 
     enabled = True
@@ -252,7 +244,6 @@ class Track(Tracer):
 
 
 def _members(args: Args | None) -> str:
-    """The members of a JSON object."""
     members = (args or {}).items()
     return ",".join([f'"{n}":{v if type(v) is int else _in_json(v)}' for n, v in members])
 

@@ -22,12 +22,9 @@ Args: TypeAlias = Mapping[str, Any]
 
 
 class Tracer:
-    """Records what one thread does. Times are in ns, on the clock of :func:`minato._core.now_ns`.
+    """Records what one thread does, if ``enabled``. Times are in ns, on the clock of :func:`minato._core.now_ns`.
 
     This one records nothing, and is what components have without a trace.
-
-    Attributes:
-        enabled: Whether events are recorded; checked where even the construction of an event is expensive.
     """
 
     enabled = False

@@ -37,6 +37,7 @@ _MARGIN = 1.2
 """Factor on the number of workers that just suffices: costs vary."""
 _CHEAPER = 0.5
 """The cost of an optimized stage, relative to the present one."""
+_CHEAPER_READING = "Make its iterator cheaper: what transforms= does, all workers do."
 _PER_CORE, _MOST = 8, 32
 """Limits of the advised number of workers, where they wait for a disk or a network."""
 
@@ -75,11 +76,9 @@ class _Costs:
         return self.step + self.pinned + self.ranks + self.transfer
 
     def speedup(self, workers: int, work: float | None = None, start_factor: float = 1.0) -> float:
-        """Estimated speed-up.
+        """Estimated speed-up by a number of workers, and a change of their ``work``.
 
-        Args:
-            work: Seconds of all workers together for a batch after the change; by default unchanged.
-            start_factor: Number of workers after the change, relative to the present one: their start takes longer.
+        ``start_factor`` is their number after the change, relative to the present one: their start takes longer.
         """
         busy = (self.work if work is None else work) / max(workers, 1)
         least = max(self.serial, self.reading, busy)
@@ -140,14 +139,10 @@ def judge(setup: Setup, run: Period) -> Verdict:
         return Verdict("step", summary, evidence, speedup=wall_s / max(wall_s - steady_s, 1e-9))
     if starts_often and first_s >= lost_s / 2:
         later_s = first_s * (run.epochs - 1) / run.epochs
-        return Verdict(
-            "start",
-            "The bottleneck is the start of the workers in each epoch.",
-            (started,),
-            "Keep the workers: persistent_workers=True.",
-            {"persistent_workers": True},
-            wall_s / max(wall_s - later_s, 1e-9),
-        )
+        summary = "The bottleneck is the start of the workers in each epoch."
+        advice, changes = "Keep the workers: persistent_workers=True.", {"persistent_workers": True}
+        speedup = wall_s / max(wall_s - later_s, 1e-9)
+        return Verdict("start", summary, (started,), advice, changes, speedup)
     if max(costs.pinned, costs.transfer) >= lost_s / batches / 2:
         return _transfer(run, costs)
     if not in_main_process and costs.reading >= _BUSY * costs.whole:
@@ -189,22 +184,21 @@ def _transfer(run: Period, costs: _Costs) -> Verdict:
 def _to_device(costs: _Costs) -> Verdict:
     summary = "The bottleneck is the transfer of batches to the device."
     if costs.queueing > costs.pinning:
-        return Verdict(
-            "transfer",
-            summary,
-            (
-                f"The training process needs {seconds(costs.queueing)} to queue the copies of a batch.",
-            ),
-            "If the device is busy, it takes no more, and no loader makes it faster: loader.headroom() measures that.",
+        evidence = (
+            f"The training process needs {seconds(costs.queueing)} to queue the copies of a batch."
         )
-    return Verdict(
-        "transfer",
-        summary,
-        (f"Pinning memory takes {seconds(costs.pinning)} per batch.",),
-        "A longer run is faster: each part of the memory is pinned once. Batches that the loop keeps take new parts.",
-        None,
-        costs.whole / max(costs.whole - costs.pinning, 1e-9),
+        advice = (
+            "If the device is busy, it takes no more, and no loader makes it faster: loader.headroom() measures "
+            "that."
+        )
+        return Verdict("transfer", summary, (evidence,), advice)
+    evidence = f"Pinning memory takes {seconds(costs.pinning)} per batch."
+    advice = (
+        "A longer run is faster: each part of the memory is pinned once. Batches that the loop keeps take new "
+        "parts."
     )
+    speedup = costs.whole / max(costs.whole - costs.pinning, 1e-9)
+    return Verdict("transfer", summary, (evidence,), advice, None, speedup)
 
 
 def _reading(setup: Setup, run: Period, costs: _Costs) -> Verdict:
@@ -219,7 +213,7 @@ def _reading(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     summary = "The bottleneck is reading the iterable dataset."
     if wanted <= readers:
         saved = (1 - _CHEAPER) * costs.reading
-        advice = "Make its iterator cheaper: what transforms= does, all workers do."
+        advice = _CHEAPER_READING
         speedup = costs.whole / max(costs.whole - saved, 1e-9)
         return Verdict("source", summary, (evidence,), advice, None, speedup, "dataset")
     changes = {"readers": wanted * setup.reader_ranks}
@@ -230,16 +224,12 @@ def _reading(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         changes["num_workers"] = wanted
         given += f", num_workers={wanted}"
     shared = dataclasses.replace(costs, reading=costs.reading * readers / wanted)
-    return Verdict(
-        "source",
-        summary,
-        (evidence,),
+    advice = (
         f"{given}, if the dataset divides itself by get_worker_info(); else move work from its iterator to "
-        "transforms=.",
-        changes,
-        shared.speedup(max(wanted, setup.num_workers)),
-        "dataset",
+        "transforms=."
     )
+    speedup = shared.speedup(max(wanted, setup.num_workers))
+    return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
 
 
 def _most_workers(setup: Setup, run: Period) -> int:
@@ -263,17 +253,14 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     waits = on_core < 0.5 and costs.source >= 0.5 and setup.num_workers > 0
     if waits and may_fetch_more:
         work = costs.work * (1 - costs.source + costs.source / concurrency)
-        return Verdict(
-            "source",
-            "The bottleneck is the source: its latency, not its bandwidth.",
-            (
-                f"Busy workers use a core for {_percent(on_core)} of their time: they wait for their reads.",
-            ),
-            f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}.",
-            {"fetch_concurrency": concurrency},
-            costs.speedup(now, work),
-            "dataset",
+        summary = "The bottleneck is the source: its latency, not its bandwidth."
+        evidence = f"Busy workers use a core for {_percent(on_core)} of their time: they wait for their reads."
+        advice = (
+            f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}."
         )
+        changes = {"fetch_concurrency": concurrency}
+        speedup = costs.speedup(now, work)
+        return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
         evidence = (
             f"Busy workers use a core for {_percent(on_core)} of their time; there are {setup.cores:g}: "
@@ -282,15 +269,10 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         if in_cluster:
             evidence = "Workers run in a cluster, which can run more of them if it has free cores."
         largest, per_rank = _largest(run), math.ceil(wanted / setup.ranks)
-        return Verdict(
-            "workers",
-            "There are too few workers.",
-            (evidence,),
-            f"num_workers={per_rank}.",
-            {"num_workers": per_rank},
-            costs.speedup(wanted, start_factor=wanted / now),
-            "" if largest is None else largest.name,
-        )
+        speedup = costs.speedup(wanted, start_factor=wanted / now)
+        summary, advice = "There are too few workers.", f"num_workers={per_rank}."
+        changes, stage = {"num_workers": per_rank}, "" if largest is None else largest.name
+        return Verdict("workers", summary, (evidence,), advice, changes, speedup, stage)
     return _dearest_stage(setup, run, costs)
 
 
@@ -341,15 +323,10 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         advice = f"memory_budget={wanted}."
         return Verdict("memory", summary, (), advice, {"memory_budget": wanted}, speedup)
     if setup.reads_here:
-        return Verdict(
-            "source",
-            "The bottleneck is the reader, a thread of the training process.",
-            ("The workers wait for its items.",),
-            "Make its iterator cheaper: what transforms= does, all workers do. The estimate assumes half of its cost.",
-            None,
-            min(speedup, 1 / _CHEAPER),
-            "dataset",
-        )
+        summary = "The bottleneck is the reader, a thread of the training process."
+        told = ("The workers wait for its items.",)
+        advice = f"{_CHEAPER_READING} The estimate assumes half of its cost."
+        return Verdict("source", summary, told, advice, None, min(speedup, 1 / _CHEAPER), "dataset")
     steps, is_full = run.throughput, workers.window_full_share > workers.no_work_share
     long_ones = costs.step > costs.whole / 4 and steps.step_mean_s > 2 * steps.step_p50_s
     may_overtake = setup.in_order and workers.count > 1 and run.stragglers.phase != "uniform"

@@ -26,13 +26,10 @@ class BatchStorage(NamedTuple):
 
 @dataclass(eq=False)
 class OpenEpoch:
-    """An epoch some of whose batches are open.
+    """An epoch some of whose batches are open, with its slot in the ledger.
 
-    Attributes:
-        seed: From which the randomness of its samples starts.
-        slot: Index of its slot in the ledger.
-        start: Position of its first sample; None until its first batch is open.
-        progress: Records its samples; None while it is prefetched.
+    The randomness of its samples starts from ``seed``. ``start`` is the position of the first; None until its batch is
+    open. ``progress`` records the samples; None while they are prefetched.
     """
 
     number: int
@@ -103,12 +100,10 @@ class RetiringBatches:
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
         item.num_samples = len(item.indices)
         if item.bound and (missing := progress.missing(item.indices)):
-            first, occupants = len(occupants) - missing, occupants[: len(occupants) - missing]
-            records.append(
-                functools.partial(
-                    progress.drop, range(item.first + first, item.first + first + missing), start
-                )
-            )
+            first = len(occupants) - missing
+            positions = range(item.first + first, item.first + len(occupants))
+            occupants = occupants[:first]
+            records.append(functools.partial(progress.drop, positions, start))
             item.num_samples -= missing
         if self.skips:
             if self.keeps_places:
@@ -187,7 +182,6 @@ class RetiringBatches:
             self.cancelled.clear()
 
     def _retire(self, item: OpenBatch) -> None:
-        """Free the record of a batch, once."""
         if item.retired:
             return
         self.ledger.retire(item.record, item.first)

@@ -214,14 +214,10 @@ class Dispatcher:
         predict_next: Callable[[], NextEpoch | None],
         progress: Progress,
     ) -> bool:
-        """Begin an epoch.
+        """Begin an epoch; the randomness of its samples starts from ``seed``.
 
-        Args:
-            seed: From which the randomness of its samples starts.
-            predict_next: Returns the epoch after this one, or None if its batches are unknown.
-
-        Returns:
-            False if batches had been prefetched for this epoch and were not its own; they are dropped.
+        ``predict_next`` returns the epoch after this one, or None if its batches are unknown. Returns False if batches
+        had been prefetched for this epoch and were not its own; they are dropped.
         """
         self._complete_opening()
         self._has_begun, self._unmade = False, None
@@ -248,7 +244,6 @@ class Dispatcher:
         return is_right
 
     def _cancel_present(self) -> None:
-        """Cancel the batches of the present epoch."""
         if self.current is not None:
             if self.current.records is None and not self.current.is_empty:
                 self.cancel(deque([self.current]))
@@ -299,11 +294,8 @@ class Dispatcher:
     def next(self) -> OpenBatch:
         """Wait for the batch that comes next: the same one until ``returned`` was called.
 
-        The caller reads it and calls ``records``, ``read``, ``discard`` and ``returned``.
-
-        Raises:
-            StopIteration: The epoch is over.
-            RuntimeError: A worker died, or torch's ``timeout`` is over.
+        The caller reads it and calls ``records``, ``read``, ``discard`` and ``returned``. StopIteration: the epoch is
+        over. RuntimeError: a worker died, or torch's ``timeout`` is over.
         """
         if not self._has_begun:
             raise StopIteration  # iter() was interrupted
@@ -377,7 +369,6 @@ class Dispatcher:
         return progress.missing(item.indices) > 0
 
     def _have_settled(self) -> bool:
-        """Whether all samples of the epoch that are in flight have run."""
         in_flight = *self._open, *self._retiring.returned
         return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
 
@@ -428,14 +419,7 @@ class Dispatcher:
     # ---- waiting ----------------------------------------------------------------------------
 
     def _wait(self, seen: int, left_s: float | None) -> float | None:
-        """Grow the window, or wait for an event after ``seen``.
-
-        Returns:
-            What is left of ``left_s``, the seconds that ``next`` may wait.
-
-        Raises:
-            RuntimeError: A worker died, or nothing is left.
-        """
+        """Grow the window, or wait for an event after ``seen``; returns what is left of ``left_s``."""
         self._ledger.waiting = True
         try:
             if self._is_dry or self._ledger.unclaimed() or not self._grow():
@@ -448,11 +432,8 @@ class Dispatcher:
         finally:
             self._ledger.waiting = False
             self._wait_stats.end_wait()
-        if (
-            left_s is not None
-            and left_s <= 0
-            and self._order.next_ready(self._open, self._is_ready) is None
-        ):
+        is_over = left_s is not None and left_s <= 0
+        if is_over and self._order.next_ready(self._open, self._is_ready) is None:
             error = RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
             add_note(error, self._explain())
             raise error
@@ -550,7 +531,6 @@ class Dispatcher:
                 warn(_STAYS_WHOLE)
 
     def _held(self, owner: int) -> int:
-        """Number of open batches of an owner."""
         return sum(item.owner == owner for item in (*self._open, *self._prefetched))
 
     def _run_dry(self) -> None:
@@ -623,9 +603,8 @@ class Dispatcher:
         """The slot in which indices that the ledger cannot hold are, their offset and size in bytes."""
         slot = self._storage.slots.acquire()
         try:
-            offset, nbytes = self._storage.indices.put(
-                lambda size: offset_in_slot(slot, size), indices
-            )
+            put = functools.partial(offset_in_slot, slot)
+            offset, nbytes = self._storage.indices.put(put, indices)
         except BaseException:
             self._storage.slots.release(slot)
             raise

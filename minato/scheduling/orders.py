@@ -163,10 +163,8 @@ class Hosts(Assignment):
 class RoundRobin(Assignment):
     """torch's assignment: batch k is for worker k mod n.
 
-    Args:
-        in_order: Whether batches are returned in order. If not, a worker holds at most its share of ``capacity``.
-        capacity: Batches that all workers may hold together.
-        dataset_states: States of the workers' datasets, which decide where an epoch begins; None: at worker 0.
+    If batches are not returned in order, a worker holds at most its share of ``capacity``, of all batches together. The
+    states of the workers' datasets decide where an epoch begins; without these, at worker 0.
     """
 
     runs_cancelled = True

@@ -19,14 +19,13 @@ _sharing: set[PrefetchWindow] = set()
 
 
 class PrefetchWindow:
-    """Bounds the batches in flight: by a fixed number if one is given, by their bytes otherwise.
+    """Bounds the batches in flight: by a number that is ``fixed``, by their bytes otherwise.
 
     A window that is not fixed starts at two batches per worker. It grows when the training loop waits while every
     sample in flight is claimed: then a slow sample of the oldest batch holds back complete ones. It also grows where
     the loop uses up small batches so fast that opening them, and waking workers for them, would take most of the time.
 
     Args:
-        fixed: Number of batches, or None.
         budget_bytes: Limit of the batches in flight together.
         max_batches: Number of batches that no window exceeds, or None.
         concurrent_batches: Batches whose samples the workers run concurrently. A window that is not fixed starts with
@@ -128,9 +127,8 @@ class PrefetchWindow:
         if self._may_warn and batch_bytes > self.budget_bytes:
             self._may_warn = False
             warn(
-                f"one batch takes {batch_bytes} bytes, more than memory_budget="
-                f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget to at "
-                "least twice the size of a batch."
+                f"one batch takes {batch_bytes} bytes, more than memory_budget={self.budget_bytes}: batches are loaded "
+                "one at a time. Raise memory_budget to at least twice the size of a batch."
             )
         self.batch_bytes = max(float(batch_bytes), 0.9 * self.batch_bytes)
 

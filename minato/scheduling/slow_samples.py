@@ -53,10 +53,7 @@ _MIN_MEAN_NS = 400_000
 
 
 class SlowThreshold:
-    """Follows the costs of samples and decides which are slow.
-
-    Only one thread may call it. While ``due(samples)`` is false, ``observe`` does nothing, so that callers need not
-    merge histograms.
+    """Follows the costs of samples and decides which are slow. Only one thread may call it.
 
     The histograms hold each sample once, with its active time: deferred samples included, waits excluded. If only
     fast samples counted, the threshold would fall with each update.
@@ -119,15 +116,12 @@ class SlowThreshold:
     def observe(
         self, times: Histogram, elapsed_s: float = 0.0, running_ns: Iterable[int] = ()
     ) -> ThresholdDecision:
-        """Update the threshold if that is due.
+        """Update the threshold if that is due, and return the decision in force.
 
         Args:
             times: Service times in ns of all samples that have finished since the start of the run; never cleared.
             running_ns: Active times of unfinished samples. Those that are slow already count as slow; the others do not
                 count yet.
-
-        Returns:
-            The decision in force.
         """
         if not self.due(times.count, elapsed_s):
             return self.decision
@@ -246,14 +240,8 @@ class EarlyStart:
     """Starts samples that were slow in earlier epochs early, so that no epoch ends with one of them.
 
     A sample that costs as much as n others starts earlier, by the number of samples that all workers run in that time.
-    So it ends about when n others would have ended in its place.
-
-    Args:
-        costs: Costs in earlier epochs; this class adds those of this engine.
-        num_workers: Number of samples that run in parallel.
-
-    Attributes:
-        mean_ns: Mean cost of a sample; 0 while it is unknown.
+    So it ends about when n others would have ended in its place. The costs of earlier epochs, to which those of this
+    engine are added, and the mean (0: unknown) are in ns.
     """
 
     def __init__(self, *, ledger: ConsumerLedger, costs: CostModel, num_workers: int) -> None:

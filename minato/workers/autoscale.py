@@ -72,10 +72,9 @@ class Measurement:
         cpu_share: Use of the cores that the loader may use (the paper's Cusage).
         waited_share: Part of the period in which the consumer waited for a batch.
         busy_share: Part of the workers' time in which they ran a sample.
-        blocked_share: Part of that in which they neither ran nor waited for a core: they slept, or waited for a disk
-            or a network.
-        samples_per_s: What the workers achieve: the time that they were busy, over the mean time of the samples that
-            they finished. (To count the samples would be the same, but for those that straddle the period's ends.)
+        blocked_share: Part of that in which they slept, or waited for a disk or a network.
+        samples_per_s: The time that the workers were busy, over the mean time of the samples that they finished. (To
+            count the samples would be the same, but for those that straddle the period's ends.)
     """
 
     ready_share: float
@@ -182,9 +181,7 @@ def corrected(
     target, why = _target(state, measured, settings, starved)
     if target == state.workers:
         return replace(state, why=why)
-    return replace(
-        state, workers=target, why=why, trial=(state.workers, measured.samples_per_s), quiet=0
-    )
+    return replace(_changed(state, target, why), trial=(state.workers, measured.samples_per_s))
 
 
 def _target(
@@ -227,14 +224,12 @@ def _revert(state: ControllerState, kept: int, settings: ControllerSettings) -> 
     limits = (settings.least, kept) if kept < state.workers else (kept, settings.most)
     hold = _HOLD << min(state.setbacks, _MOST_DOUBLINGS)
     return replace(
-        state,
-        workers=kept,
-        why="revert",
-        range=limits,
-        hold=hold,
-        setbacks=state.setbacks + 1,
-        quiet=0,
+        _changed(state, kept, "revert"), range=limits, hold=hold, setbacks=state.setbacks + 1
     )
+
+
+def _changed(state: ControllerState, workers: int, why: str) -> ControllerState:
+    return replace(state, workers=workers, why=why, quiet=0)
 
 
 Controller = Callable[[ControllerState, Measurement, ControllerSettings], ControllerState]

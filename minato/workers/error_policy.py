@@ -6,16 +6,14 @@ import errno
 import json
 import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._support.counters import Counters
-from minato._support.files import anonymous_log, open_lines
+from minato._support.files import OwnDescriptor, anonymous_log, open_lines
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato._support.values import plain
 from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, warn
@@ -108,13 +106,8 @@ class FailureLog:
     """Counts failures, and keeps a line of JSON for each, which all workers append and the consumer reads.
 
     What is counted lies in shared memory and is exact. The lines are a convenience: where one cannot be written, it is
-    missing, a warning says why, and the run continues.
-
-    Args:
-        path: The file, made with mode 0600 if it does not exist; None for one in memory, without tracebacks.
-
-    Raises:
-        ValueError: The file holds something else, which is untouched.
+    missing, a warning says why, and the run continues. The file is made with mode 0600 if it does not exist; without a
+    path it is in memory, without tracebacks. ValueError: it holds something else, which is untouched.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -127,22 +120,13 @@ class FailureLog:
                 f"ErrorPolicy(log={path!r}) can no longer be opened: {error.strerror}; failures are only counted"
             )
             path, descriptor = None, anonymous_log()
-        self._adopt(descriptor)
-        self._path = path
+        self._file, self._path = OwnDescriptor(descriptor), path
         self._counters = Counters(*_OUTCOMES, "unrecorded", "retries")
 
     @staticmethod
     def check(path: str) -> None:
-        """Make the file if it does not exist.
-
-        Raises:
-            ValueError, OSError: It holds something else, which is untouched; or cannot be opened. The message names it.
-        """
+        """Make the file if it does not exist; ValueError, OSError, which name it: it is no log, or cannot be opened."""
         os.close(_opened(path))
-
-    def _adopt(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
 
     def append(self, failure: SampleFailure, outcome: str) -> None:
         """Count a failure and add its line, by one call of the system, so that lines of several workers do not mix."""
@@ -171,7 +155,7 @@ class FailureLog:
         line = json.dumps(record).encode() + b"\n"
         if self._ends_within_a_line():
             line = b"\n" + line  # a full disk has cut it
-        if os.write(self._descriptor, line) < len(line):
+        if os.write(self._file.number, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _ends_within_a_line(self) -> bool:
@@ -179,7 +163,7 @@ class FailureLog:
         size = 0
         while True:
             before, size = size, self.size()
-            if not size or os.pread(self._descriptor, 1, size - 1) == b"\n":
+            if not size or os.pread(self._file.number, 1, size - 1) == b"\n":
                 return False
             if size == before:
                 return True
@@ -195,22 +179,15 @@ class FailureLog:
 
     def size(self) -> int:
         """Bytes of all records."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._file.number).st_size
 
     def last(self, since: int) -> dict[str, Any] | None:
         """The last record that was appended after the first ``since`` bytes; None if it is not there."""
         size = self.size()
         start = max(since, size - _LONGEST_READ_BYTES)  # no record is that long
-        data = os.pread(self._descriptor, max(size - start, 0), start)
+        data = os.pread(self._file.number, max(size - start, 0), start)
         whole = data[: data.rfind(b"\n") + 1]
         return next(filter(None, map(_record, reversed(whole.splitlines()))), None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": reduction.DupFd(self._descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._adopt(state["_descriptor"].detach())
 
 
 def _opened(path: str) -> int:
@@ -233,12 +210,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class FailureHandler(NamedTuple):
-    """What to do about samples that raise.
+    """What to do about samples that raise, after some retries.
 
-    Attributes:
-        on_error: ``raise``, ``skip``, or a function of a :class:`SampleFailure` that returns a substitute or
-            ``SKIP``, or raises.
-        retries: Number of retries before that.
+    ``on_error`` is ``raise``, ``skip``, or a function of a :class:`SampleFailure` that returns a substitute or
+    ``SKIP``, or raises.
     """
 
     on_error: Any
@@ -297,10 +272,7 @@ class SampleRetry:
             if not isinstance(again, Exception):
                 return None, again
             failure = self._failure(epoch, index, again, attempt + 1, occurrence)
-        try:
-            return policy.settle(failure)
-        except BaseException as raised:  # by on_error; settle handles an Exception itself
-            return None, raised
+        return self._outcome(failure)
 
     def give_up(
         self, position: int, epoch: int, index: object, error: BaseException
@@ -310,9 +282,12 @@ class SampleRetry:
             return None, error
         index = index if self.name is None else self.name(index)
         failure = SampleFailure(index, epoch, self.runner.seed, self.worker, 1, error, None)
+        return self._outcome(failure)
+
+    def _outcome(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
         try:
             return self.policy.settle(failure)
-        except BaseException as raised:
+        except BaseException as raised:  # by on_error; settle handles an Exception itself
             return None, raised
 
     def complete(
@@ -352,23 +327,21 @@ class SampleRetry:
 class FailureCount:
     """The failures of an epoch, in the consumer.
 
-    Its ``budget`` is how many samples may be skipped or substituted: a number, a share below 1, or None for any.
+    The ``budget`` is how many samples may be skipped or substituted: a number, a share below 1, or None for any.
+    ``totals`` has the failures by outcome: ``skipped``, ``substituted``, ``recovered``, ``raised``; those without a
+    record in the log: ``unrecorded``. ``finished`` samples of this epoch were yielded or failed.
     """
 
     def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
         self._log, self._budget, self._path = log, budget, path
         self.totals: Counter[str] = Counter()
-        """Failures by outcome: ``skipped``, ``substituted``, ``recovered``, ``raised``; those without a
-        record in the log: ``unrecorded``."""
         self.retries = 0
-        """Number of retries."""
         self._begin_of_epoch: Counter[str] = Counter()
         self._state = b""
         self._begin_size = 0  # of the log
         self._size: int | None = None
         self._exceeded = self._warned = False
         self.finished = 0
-        """Samples of this epoch that were yielded or failed."""
 
     def begin(self, size: int | None) -> None:
         """Start an epoch of ``size`` samples; None: unknown."""

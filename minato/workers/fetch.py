@@ -12,7 +12,7 @@ from minato._compat import make_fetcher
 from minato._support.objects import takes_lists
 from minato.batching.layout import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState
-from minato.transforms.compose import CollateFn, Transforms
+from minato.transforms.compose import Transforms
 from minato.workers.plan import WorkerPlan
 
 __all__ = ["Fetcher", "Items", "fetcher_of", "one_each"]
@@ -26,10 +26,8 @@ _LEAST_BOUND = 16
 class Fetcher:
     """Loads samples from a map-style dataset and runs the transforms on them.
 
-    Args:
-        dataset: Has the samples; its ``__getitems__`` is used where indices come in lists.
-        batched: Whether they do, as with ``batch_size`` or a ``batch_sampler``.
-        keeps_state: Whether the dataset's state goes with each batch.
+    The dataset's ``__getitems__`` is used where indices come in lists: if they are ``batched``, as with ``batch_size``
+    or a ``batch_sampler``. ``keeps_state``: its state goes with each batch.
     """
 
     def __init__(
@@ -98,11 +96,7 @@ class Fetcher:
 
 
 def one_each(samples: Any, count: int) -> list[Any]:
-    """What a call for ``count`` samples has returned, as a list of these.
-
-    Raises:
-        ValueError: It is not one sample for each.
-    """
+    """What a call for ``count`` samples has returned, as a list; ValueError: it is not one sample for each."""
     if len(samples) != count:
         raise ValueError(
             f"__getitems__ returned {len(samples)} samples for {count} keys: with order='arrival' and 'fast_first' "
@@ -130,22 +124,15 @@ class _Transformed:
 class ReplacedFetcher(Fetcher):
     """Has the fetcher that a program has put in the place of torch's make whole batches, collated."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        transforms: Transforms,
-        batched: bool,
-        keeps_state: bool,
-        *,
-        collate_fn: CollateFn,
-        drop_last: bool,
-    ) -> None:
-        super().__init__(dataset, transforms, batched, keeps_state)
+    def __init__(self, plan: WorkerPlan, dataset: object, transforms: Transforms) -> None:
+        pipeline = plan.pipeline
+        batched = pipeline.batched
+        super().__init__(dataset, transforms, batched, plan.sends_states)
         self.takes_lists, self.has_rows = batched, False
         samples = _Transformed(dataset, transforms) if transforms.steps else dataset
         # In the worker, as torch makes it: a worker that is not forked may have torch's own class.
-        self._fetch = make_fetcher(samples, batched, collate_fn, drop_last).fetch
-        self.one = self._fetch
+        made = make_fetcher(samples, batched, pipeline.collate_fn, pipeline.drop_last)
+        self.one = self._fetch = made.fetch
 
     def now(self, count: int) -> Callable[[Any], Any]:
         return self.one
@@ -169,19 +156,13 @@ class Items:
 
 
 def fetcher_of(plan: WorkerPlan, reads: object = None) -> Fetcher:
-    """The fetcher of a worker.
-
-    Args:
-        reads: They take the place of dataset and transforms, which another machine has.
-    """
+    """The fetcher of a worker; ``reads`` take the place of dataset and transforms, which another machine has."""
     pipeline = plan.pipeline
     dataset, transforms = pipeline.dataset, pipeline.transforms
     if reads is not None:
         dataset, transforms = reads, Transforms()
     if pipeline.streams:
         return Fetcher(Items(), transforms, batched=False)
-    batched, drop_last = pipeline.batched, pipeline.drop_last
-    of_samples = dataset, transforms, batched, plan.sends_states
     if pipeline.refetches:
-        return ReplacedFetcher(*of_samples, collate_fn=pipeline.collate_fn, drop_last=drop_last)
-    return Fetcher(*of_samples)
+        return ReplacedFetcher(plan, dataset, transforms)
+    return Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)

@@ -175,7 +175,6 @@ class HostWorker(Worker):
 
     @property
     def _is_offering(self) -> bool:
-        """Whether it offers what it reads now."""
         return self._offers and self._is_worth and self._is_needed
 
     @property
@@ -253,7 +252,6 @@ class HostWorker(Worker):
         return True
 
     def _offer(self, each: _Unread, item: object) -> None:
-        """Offer an item to any worker, or run it here."""
         if self._is_offering:
             begun_ns = now_ns()
             try:
@@ -273,7 +271,6 @@ class HostWorker(Worker):
         self._run_item(each, item)
 
     def _run_item(self, each: _Unread, item: object) -> None:
-        """Run the transforms of an item, and deliver the sample."""
         epoch, keys = each.record.epoch, Keys([each.key])
         self._items.hold(keys, [item])
         if each.record.bound:
@@ -284,7 +281,6 @@ class HostWorker(Worker):
         self._note_costs(1)
 
     def _note_costs(self, count: int) -> None:
-        """Take the costs of the samples that ran last into the mean and the longest."""
         costs_ns = self.runner.durations[:count]
         self._num_run += count
         weight = count / min(self._num_run, _LONG_MEAN)  # slow ones are rare: they count for long
@@ -310,7 +306,6 @@ class HostWorker(Worker):
     # ---- items that this worker runs itself
 
     def _run_items(self, lease: Claim, record: BatchRecord, keys: Keys) -> None:
-        """Have a reader give items, run their transforms, and deliver them."""
         host, position, count = self._host, record.first + lease.k, lease.count
         slot, epoch = record.epoch_slot, record.epoch
         if not record.bound:

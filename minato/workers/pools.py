@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from minato._compat import close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
@@ -44,12 +44,10 @@ _GRACE_S = 4.0
 
 
 class WorkerPool(ABC):
-    """The workers of an engine: they are started, watched and ended together.
+    """The workers of an engine: processes of this machine or threads, which are started, watched and ended together.
 
-    Attributes:
-        processes, threads: The workers that are processes of this machine; threads, or their threads here.
-        shut_down: Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that
-            does.
+    ``shut_down`` ends all workers, and returns whether all have ended; it refers neither to the loader nor to an object
+    that does.
     """
 
     processes: Sequence[BaseProcess] = ()
@@ -99,12 +97,9 @@ class WorkerPool(ABC):
 class ProcessPool(WorkerPool):
     """Starts worker processes, replaces those that die, and ends them.
 
-    Args:
-        recovery: Called with ``(number, pid, exit code)`` of a dead worker; releases its samples and returns what to
-            warn of, or None; or raises. Its watchdog ends workers whose sample takes too long.
-        context: A multiprocessing context; its start method is used.
-        first: Processes that ``start`` starts; with ``fork`` it starts all.
-        max_starting: Processes that start at the same time; more would compete for the same cores.
+    ``recovery`` is called with ``(number, pid, exit code)`` of a dead worker; it releases its samples and returns what
+    to warn of, or None; or raises. Its watchdog ends workers whose sample takes too long. ``start`` starts ``first``
+    processes, with ``fork`` all; ``max_starting`` start at the same time: more would compete for the same cores.
     """
 
     def __init__(
@@ -367,7 +362,6 @@ def _process_lives() -> bool:
 
 
 def _run_thread(reference: weakref.ref[ThreadPool], number: int, state: SharedState) -> None:
-    """Be worker ``number`` of a pool as long as that lives."""
     try:
         if state.wait_until_active(number, _process_lives):
             while (rest := _work(reference, number)) is not None and rest():
@@ -378,9 +372,9 @@ def _run_thread(reference: weakref.ref[ThreadPool], number: int, state: SharedSt
         state.ready.notify()  # wake the consumer, which then sees that this thread has ended
 
 
-def _work(reference: weakref.ref[ThreadPool], number: int) -> Callable[[], bool] | None:
-    pool = reference()
-    return None if pool is None else pool.work(number)
+def _work(reference: weakref.ref[Any], *number: int) -> Callable[[], bool] | None:
+    at_work = reference()
+    return None if at_work is None else at_work.work(*number)
 
 
 def _end_threads(stop: Callable[[], None], threads: list[threading.Thread], owner: int) -> bool:
@@ -465,13 +459,8 @@ def _run_reader(
     reference: weakref.ref[MainReader], state: SharedState, failures: list[BaseException]
 ) -> None:
     try:
-        while (rest := _read(reference)) is not None and rest():
+        while (rest := _work(reference)) is not None and rest():
             pass
     except BaseException as error:
         failures.append(error)
         state.ready.notify()
-
-
-def _read(reference: weakref.ref[MainReader]) -> Callable[[], bool] | None:
-    reader = reference()
-    return None if reader is None else reader.work()

@@ -112,6 +112,7 @@ class Reader:
         end: Ordinal at which it has ended; None: it has not.
         died: Whether it has ended because its generator had raised.
         taken: The items of the last call of ``take``, which an interruption does not lose.
+        watches: Whether it computes the checksums.
         digest: Checksum of what it has given so far: of one item of a few, as that takes time.
         first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
@@ -120,7 +121,6 @@ class Reader:
     """
 
     watches = True
-    """Whether it computes them."""
     digest = 0
     first: int | None = None
     expected: tuple[int, int] | None = None
@@ -152,10 +152,9 @@ class Reader:
         is_told: bool = False,
         before: int = 0,
     ) -> None:
-        """Begin an epoch.
+        """Begin an epoch, from a state to load; None: the dataset is as it is.
 
         Args:
-            start: The state to load; None: the dataset is as it is.
             set_epoch: With which the dataset's ``set_epoch`` is called; None: it is not.
             resumes: Whether the epoch goes on where the state was taken; otherwise it begins.
             is_told: ``set_epoch`` was for an epoch before: not again if it was called last with that.
@@ -235,13 +234,8 @@ class Reader:
     def take(self, ordinals: Sequence[int], catches: Kinds = (Exception,)) -> list[Any]:
         """The items with ascending ordinals, fewer if the reader ends. Those before and between them are dropped.
 
-        A call that a signal has interrupted can be repeated.
-
-        Args:
-            catches: What is the error of an item if ``next()`` raises it; other exceptions interrupt the call.
-
-        Raises:
-            BaseException: What ``next()`` raised; ``taken`` has the items before.
+        A call that a signal has interrupted can be repeated. What ``next()`` raises is the error of an item if it is of
+        ``catches``; other exceptions interrupt the call. ``taken`` has the items before.
         """
         first, count = ordinals[0], len(ordinals)
         if first != self._from:
@@ -283,7 +277,6 @@ class Reader:
         return taken
 
     def _next(self, items: Iterator[object]) -> object:
-        """What ``next()`` returns, after ``on_next`` was called."""
         if self.on_next is not None:
             self.on_next(len(self.taken))
         if not self._is_new:
@@ -306,10 +299,7 @@ class Reader:
                 self.first = zlib.crc32(b"".join(self._firsts))
 
     def _checked(self, expected: tuple[int, int]) -> int:
-        """How many items are left until this reader can be compared with an earlier one in its place.
-
-        WorkerDiedError: It has given other items.
-        """
+        """How many items are left until it can be compared with an earlier reader; WorkerDiedError: it differs."""
         ordinal, digest = expected
         if self.at < ordinal:
             return ordinal - self.at
@@ -358,7 +348,6 @@ class Reader:
                 self.expected, self.watches = None, False
 
     def _drop(self, catches: Kinds) -> None:
-        """Drop the next item."""
         if self.expected is not None:
             self._checked(self.expected)
         try:
@@ -472,9 +461,7 @@ def seed_generators(seed: int, of_numpy: list[int]) -> None:
 class _Program(NamedTuple):
     """What the program was before a reader became active in its process.
 
-    Attributes:
-        worker: What ``get_worker_info()`` returns meanwhile.
-        generators: States of the global generators; if ``is_left``, these are the reader's now.
+    ``worker`` is what ``get_worker_info()`` returns meanwhile. If ``is_left``, the global generators are the reader's.
     """
 
     reader: int
@@ -484,11 +471,9 @@ class _Program(NamedTuple):
 
 
 class Host:
-    """The readers that one worker, or the training loop, hosts.
+    """The readers that one worker, or the training loop, hosts; the ``board`` says what they have done.
 
     Args:
-        number: Of the worker.
-        board: Where it says what its readers have done.
         alone: The process is a worker's own: its generators are those of its reader while it hosts only one.
         binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
         here: It hosts all readers, and is none of the workers.
@@ -641,7 +626,7 @@ class Host:
         self._restore()
 
     def _restore(self) -> None:
-        """Be the program again, if a reader is active. A call that was interrupted can be repeated."""
+        """Be the program again, if a reader is active; a call that was interrupted can be repeated."""
         program, generators = self._program, self._generators
         if program is None or generators is None:
             return
@@ -662,10 +647,7 @@ class Host:
             self._kept = None
 
     def turn(self, key: int, slot: int, epoch: int) -> AbstractContextManager[None]:
-        """Be the reader of an item while it reads; and while its items are made a batch, unless ``binds``.
-
-        ``slot`` is that of the epoch in the ledger.
-        """
+        """Be the reader of an item while it reads, and while its items are made a batch unless ``binds``."""
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
             return nullcontext()
@@ -702,10 +684,9 @@ class Host:
         epoch: int,
         on_next: Callable[[int], None] | None = None,
     ) -> Taken:
-        """The items with ascending keys of one reader, whose ``turn`` it is.
+        """The items with ascending keys of one reader, whose ``turn`` it is, in the epoch's slot of the ledger.
 
-        ``slot`` is that of the epoch in the ledger. ``on_next`` is called before each call of the iterator, with the
-        number of items that are there.
+        ``on_next`` is called before each call of the iterator, with the number of items that are there.
         """
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
@@ -735,7 +716,6 @@ class Host:
         return Taken(items, error_)
 
     def _begin(self, reader: Reader, slot: int, epoch: int, wanted: int) -> None:
-        """Begin an epoch of a reader, whose first item is ``wanted``."""
         number, slots = reader.number, self._readers_plan.slots
         is_first = number not in self._epochs
         if not is_first:
@@ -847,9 +827,9 @@ class Host:
     # ---- states
 
     def present(self, number: int, ordinal: int) -> ReaderState | None:
-        """The newest known state of a reader of this process that is not after an ordinal.
+        """The present state of a reader of this process, or the first of the epoch if that is after an ordinal.
 
-        It is the present one, or the first one of the epoch. None: it has none, or has not begun.
+        None: it has none, or has not begun.
         """
         reader = self._readers[number]
         if number not in self._epochs or not reader.keeps_state:
@@ -862,7 +842,6 @@ class Host:
             return self._present(reader)
 
     def _present(self, reader: Reader) -> ReaderState:
-        """The state of the active reader."""
         state = reader.state()
         if self._generators is not None:
             state.generators = self._generators.to_plain()

@@ -356,9 +356,7 @@ class BegunLists(Reads):
     memory and processor time. A read that was alone in flight is measured, at most every tenth of a second.
 
     Nothing runs in a thread of ours: a read that cannot begin counts as finished, and has nothing ``complete``.
-
-    Args:
-        busy_ns: Returns how long the threads of the worker have run, or were ready to run; None if that is not known.
+    ``busy_ns`` returns how long the threads of the worker have run, or were ready to run; None: nobody knows.
     """
 
     def __init__(self, begin: _Begin, busy_ns: Callable[[], int] | None = None) -> None:
@@ -454,10 +452,7 @@ class Hedging:
             self._limit_ns = max(self._durations.percentile(self._quantile), _LEAST_NS)
 
     def straggler(self, in_flight: Iterable[Read], now_ns: int) -> tuple[Read | None, float | None]:
-        """The read to hedge now, if there is one; otherwise after how many seconds there may be one.
-
-        The caller that hedges it calls ``on_hedge``.
-        """
+        """The read to hedge now, with ``on_hedge``; if there is none, after how many seconds there may be one."""
         if not self._limit_ns or (self._allowed < 1 and self._pending):
             return None, None
         late = (read for read in in_flight if read.started_ns and not read.duration_ns)

@@ -210,12 +210,10 @@ class StageRunner:
         cpu_ns: int | None,
         is_slow: bool,
     ) -> Any:
-        """Run the transforms from ``step`` on, or those until the sample is deferred.
+        """Run the transforms from ``step`` on, or those until the sample is deferred, at once if it ``is_slow``.
 
-        Args:
-            active_ns: Time spent on the sample before this lease.
-            cpu_ns: Thread time at which it would have begun without the deferral; None: not measured.
-            is_slow: Whether it may be deferred before the first of them.
+        Before this lease it took ``active_ns``. Without the deferral, it would have begun at the thread time
+        ``cpu_ns``; None: not measured.
         """
         steps, num_steps, laps, lease = self._steps, len(self._steps), self._laps, self._lease
         deferral = self.deferral if self.slow_ns else None
@@ -252,7 +250,6 @@ class StageRunner:
         return value
 
     def _note(self, first: int, stop: int) -> None:
-        """Record the times of the transforms that have just run."""
         laps = self._laps
         for i in range(first, stop):
             self._meters.steps[i].record(laps[i])
@@ -289,10 +286,9 @@ class CostEstimate:
 
 
 class Runner:
-    """Runs the samples of one worker.
+    """Runs the samples of one worker, whose ``lease`` always says which.
 
     Args:
-        lease: The worker's; it always says which sample runs.
         make_randomness: Makes, of a seed, what binds the generators to each sample; None leaves them alone.
         stage_runner: Runs samples stage by stage; None: they have no stages.
         cost_estimate: That of an earlier worker on the same samples.
@@ -463,10 +459,7 @@ class Runner:
         return randomness.bound(epoch, index, ~occurrence, restores=self._in_main_process)
 
     def transformed(self, read: Read, transform: Fetch) -> Any:
-        """The sample of a read that has finished in another thread, by ``transform`` where it has no stages.
-
-        Raises what the read raised.
-        """
+        """The sample of a read that has finished in another thread, without stages by ``transform``; or its error."""
         if read.error is not None:
             self.lease.step = read.step
             raise read.error
@@ -520,9 +513,7 @@ class Runner:
     ) -> Ran:
         """Run samples until one raises; returns them and what it raised.
 
-        Args:
-            batch_size: The only index stands for all samples of a batch, this many; 0: each index is one sample.
-            repeats: For the trace: the samples have run before.
+        With a ``batch_size``, the only index stands for all samples of a batch. ``repeats``: they have run before.
         """
         self._stages.clear()
         if len(indices) > len(self.durations):
@@ -659,7 +650,6 @@ class Runner:
         return samples + rest if samples else rest, error
 
     def _record(self, samples: list[object], indices: list[object], epoch: int) -> None:
-        """Record what complete samples have cost."""
         durations, total, slowest = self.durations, self._total, self._slowest
         if self.ahead_ns:
             durations[0] += self.ahead_ns
@@ -675,7 +665,6 @@ class Runner:
             self._note_slowest(samples, indices, epoch)
 
     def _note_slowest(self, samples: list[object], indices: list[object], epoch: int) -> None:
-        """Keep those that are slower than the slowest so far."""
         # If some were measured, they are the last ones.
         durations, slowest, stages = self.durations, self._slowest, self._stages
         for i in reversed(range(len(samples))):
@@ -718,7 +707,7 @@ def _size_of(batch_size: int, made: object) -> int:
 
 
 def _recorded_many(
-    fetch: Fetch, tracer: Tracer, epoch: int, count_of: Callable[[Any], int | None]
+    fetch: Fetch, tracer: Tracer, epoch: int, count_of: Callable[..., int | None]
 ) -> Fetch:
     """``fetch``, which loads several samples, but these are recorded, unless their number is None."""
 

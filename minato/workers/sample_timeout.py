@@ -12,17 +12,14 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from minato._core import ConsumerLedger, now_ns
 from minato._core.codes import READING, STARTING, LeaseState
-from minato._support.files import anonymous_log
+from minato._support.files import OwnDescriptor, anonymous_log
 from minato._support.items import name_of
 from minato.errors import SampleTimeoutError
 from minato.workers.shared_state import CurrentWork
@@ -52,38 +49,28 @@ class StackFile:
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
 
     def __init__(self) -> None:
-        self._adopt(anonymous_log())
-
-    def _adopt(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
+        self._file = OwnDescriptor(anonymous_log())
 
     def listen(self) -> None:
         """Have this process write its stack here when it gets the signal."""
-        faulthandler.register(self._SIGNAL, self._descriptor, all_threads=True, chain=False)
+        faulthandler.register(self._SIGNAL, self._file.number, all_threads=True, chain=False)
 
     def request(self, pid: int) -> None:
         """Have a listening process write its stack; ``answer`` returns it. This cancels an earlier request."""
         self.pid = pid
-        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self._file.number, 0)
         os.kill(pid, self._SIGNAL)
         self._size, self._grown_s = 0, time.monotonic()
         self._deadline_s = self._grown_s + _STACK_S
 
     def answer(self) -> str | None:
         """The stack; None while it is awaited; empty if the process did not write it in time."""
-        now_s, size = time.monotonic(), os.fstat(self._descriptor).st_size
+        now_s, size = time.monotonic(), os.fstat(self._file.number).st_size
         if size != self._size:
             self._size, self._grown_s = size, now_s
         if now_s < self._deadline_s and (not size or now_s < self._grown_s + _WRITTEN_S):
             return None
-        return os.pread(self._descriptor, size, 0).decode(errors="replace")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": reduction.DupFd(self._descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._adopt(state["descriptor"].detach())
+        return os.pread(self._file.number, size, 0).decode(errors="replace")
 
 
 @dataclass(eq=False)
@@ -170,7 +157,6 @@ class RunningSamples:
 
     Attributes:
         stacks: The file that worker processes write their stacks to; None: they have none.
-        workers: The processes, or the threads, by their numbers.
         reading: The thread that reads for them, whose number is after theirs; None: there is none.
         recommends: Whether ``sample_timeout`` is possible.
     """

@@ -44,15 +44,12 @@ _LINE = 64
 
 
 class ActiveWorkers:
-    """Workers with a number below ``count`` are active, the others sleep.
+    """Workers with a number below ``count`` are active, the others sleep; active ones on the event count ``work``.
 
     Inactive processes start before the program has threads or uses a GPU, when a fork is safe. They sleep on an event
     count of their own: on the one of the active workers they would consume its wake-ups.
 
-    Args:
-        buffer: Writable memory that every party maps; zeros mean that no worker is active.
-        offset: Where its ``NBYTES`` start; a multiple of 8.
-        work: The event count on which active workers sleep.
+    It takes ``NBYTES`` from ``offset`` on, a multiple of 8, of memory that every party maps. Zeros: none is active.
     """
 
     NBYTES = 64
@@ -98,10 +95,8 @@ class ActiveWorkers:
 class SharedReadLimit:
     """A limit that all workers share. Each worker may always have one read in flight; the rest is shared.
 
-    Args:
-        buffer: Writable memory that every party maps; zeros mean that no read is in flight.
-        offset: Where the ``nbytes(workers)`` start; a multiple of 8.
-        most: Largest number of reads in flight in all of them; None: no limit.
+    It takes ``nbytes(workers)`` from ``offset`` on, a multiple of 8, of memory that every party maps; zeros: no read is
+    in flight. ``most`` is the largest number of reads in flight in all of them; None: no limit.
     """
 
     def __init__(self, buffer: Memory, offset: int, workers: int, most: int | None) -> None:
@@ -167,10 +162,8 @@ class SharedLayout(NamedTuple):
 class SharedState:
     """The parts of the segment in one process.
 
-    Attributes:
-        ready, work: Count batches that have become ready, and samples that have become available.
-        handover: Whether workers may hand samples over to each other.
-        board: What the hosts of readers say of these.
+    ``ready`` and ``work`` count batches that have become ready, and samples that have become available. ``handover``
+    says whether workers may hand samples over to each other, and ``board`` what the hosts of readers say of these.
     """
 
     def __init__(self, layout: SharedLayout, ledger: ConsumerLedger | None = None) -> None:
@@ -267,13 +260,9 @@ class SharedState:
 
 
 class CurrentSample(NamedTuple):
-    """A sample that a worker runs.
+    """A sample that a worker runs, since ``started_ns`` on ``now_ns``, at a transform; None: the dataset itself.
 
-    Attributes:
-        transform: Name of the transform that runs; None: the dataset itself.
-        started_ns: When the worker began or resumed it, on ``now_ns``.
-        occurrence: How often its index came before in the epoch.
-        is_read: Whether it is an item that a reader is asked for.
+    ``occurrence``: how often its index came before in the epoch. ``is_read``: it is an item that a reader is asked for.
     """
 
     position: int

@@ -81,11 +81,10 @@ _Pipe: TypeAlias = "connection.Connection[bytes, bytes]"
 
 
 class ExitWatch:
-    """A thread that sleeps until a process ends; where there is no such thread, ``first_ended`` looks itself.
+    """A thread that sleeps until a process ends, and calls ``notify`` then.
 
-    Args:
-        notify: Called, in the thread, whenever a process has ended.
-        look_s: Interval at which the thread looks at the clock, for ``was_stopped``; None: it does not.
+    Where there is no such thread, ``first_ended`` looks itself. At intervals of ``look_s`` the thread looks at the
+    clock, for ``was_stopped``; None: it does not.
     """
 
     def __init__(
@@ -367,11 +366,8 @@ class WorkerRecovery:
 class WorkerLoss(NamedTuple):
     """In place of an exit code: a remote worker no longer answers, or a worker was ended because a reader stalled.
 
-    Attributes:
-        words: Completes a message that starts with "DataLoader worker".
-        infrastructure_fault: Whether the dataset and the start cannot be the cause.
-        unable: Whether an exception prevented its start.
-        details: Follows the message.
+    The ``words`` complete a message that starts with "DataLoader worker", and the ``details`` follow it.
+    ``infrastructure_fault``: the dataset and the start cannot be the cause. ``unable``: it raised at its start.
     """
 
     words: str
@@ -383,11 +379,8 @@ class WorkerLoss(NamedTuple):
 class RestartPolicy:
     """Counts the deaths of workers and decides whether a dead one is replaced.
 
-    Args:
-        restarts: Whether workers are replaced at all; if not, every death raises torch's error.
-        settles: Whether the run continues without a sample on which workers die.
-        window: Limits the batches in flight; it shrinks where memory ran out. None: it stays.
-        persistent: The next epoch has the same workers, and so the same error.
+    Without ``restarts``, every death raises torch's error. ``settles``: the run continues without a sample on which
+    workers die. The ``window`` shrinks where memory ran out. ``persistent``: the next epoch has the same workers.
     """
 
     def __init__(
@@ -414,19 +407,13 @@ class RestartPolicy:
         progress: int,
         collation: Collation | None = None,
     ) -> tuple[str | None, WorkerDiedError | None]:
-        """Count a death; return if the worker is to be replaced.
+        """Count a death of a worker on a sample or a collation; return if the worker is to be replaced.
 
-        Args:
-            sample: The sample that the worker was on; None: it was on none.
-            progress: Grows with the samples that were run and the batches that were delivered. Deaths between samples
-                add up only while it stays the same: several sleeping workers may be killed at once.
-            collation: The batch that it collated, if it was on no sample.
+        ``progress`` grows with the samples that were run and the batches that were delivered. Deaths between samples
+        add up only while it stays the same: several sleeping workers may be killed at once.
 
-        Returns:
-            What to warn of, or None; and the error of the sample if the run continues without it, or None.
-
-        Raises:
-            RuntimeError: torch's, with an explanation as its cause.
+        Returns what to warn of, or None; and the error of the sample if the run continues without it, or None. Raises
+        torch's RuntimeError, with an explanation as its cause.
         """
         self.total += 1
         if exit_code == UNGUARDED and not (sample or collation or progress):
@@ -486,7 +473,6 @@ def _is_unable(exit_code: int | WorkerLoss | None, *, has_begun: bool) -> bool:
 
 
 def _moment(sample: CurrentSample | None, collation: Collation | None, unable: bool) -> str:
-    """When a worker died, for a message."""
     if sample:
         return f"while it ran {name_of(sample.index)}"
     if collation:

@@ -46,12 +46,7 @@ _WORTH_NOTING_NS = 100_000
 
 
 class WorkerParts(NamedTuple):
-    """What a worker consists of.
-
-    Attributes:
-        state: Where it sleeps, and learns whether it is active.
-        sample_retry: What to do about samples that raise; None: they are errors.
-    """
+    """What a worker consists of; it sleeps in ``state``. Without ``sample_retry``, samples that raise are errors."""
 
     plan: WorkerPlan
     ledger: WorkerLedger
@@ -65,11 +60,8 @@ class WorkerParts(NamedTuple):
 class Worker:
     """Runs samples until the ledger says stop.
 
-    Attributes:
-        events: Counts the changes of the ledger that give workers something to do.
-        read_indices: Returns the indices of samples k … k+count-1 of a batch.
-        idle_since: End of the last lease.
-        endings: The functions that ``close`` calls; none refers to the worker.
+    ``events`` counts the changes of the ledger that give workers something to do. ``read_indices`` returns the indices
+    of samples k … k+count-1 of a batch. ``close`` calls the ``endings``, none of which refers to the worker.
     """
 
     def __init__(self, parts: WorkerParts) -> None:
@@ -109,9 +101,8 @@ class Worker:
     def work(self, parent_lives: Callable[[], bool]) -> Callable[[], bool] | None:
         """Work until there is nothing to do.
 
-        Returns:
-            A function that sleeps until there may be something, and returns whether to go on; it does not refer to a
-            worker that has nothing in flight. None: the loader shuts down or its process ends.
+        Returns a function that sleeps until there may be something, and returns whether to go on; it does not refer to
+        a worker that has nothing in flight. None: the loader shuts down or its process ends.
         """
         ledger, events = self.ledger, self.events
         checked_ns, owner = now_ns(), os.getpid()
@@ -419,7 +410,6 @@ class Worker:
     def _write_failed(
         self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int
     ) -> None:
-        """Write the outcome of a sample that raised."""
         samples, remaining = self._settled(position, epoch, index, error)
         if remaining is not None and self.sample_name is not None:
             index = self.sample_name(index)
@@ -457,7 +447,6 @@ def run_again(
 def _recorded(
     tracer: Tracer, name: str, rest: Callable[[int, float], bool], seen: int, timeout_s: float
 ) -> bool:
-    """Sleep, recorded in the trace."""
     begun_ns = tracer.now()
     try:
         return rest(seen, timeout_s)
@@ -547,7 +536,6 @@ class ConcurrentWorker(Worker):
                 return
 
     def _claim(self) -> bool:
-        """Claim samples and submit their reads until enough are in flight."""
         claimed = False
         whole = self.writer.collates or self.writer.keeps_batches
         while True:
@@ -583,7 +571,6 @@ class ConcurrentWorker(Worker):
             self.run_lease(claimed)
 
     def _enter_samples(self, claimed: Claim, whole: bool) -> None:
-        """Queue a read of each sample."""
         batch, k, count = claimed.batch, claimed.k, claimed.count
         record = self.ledger.describe(batch)
         indices = list(self.read_indices(batch, k, count))
@@ -613,7 +600,6 @@ class ConcurrentWorker(Worker):
             self._lease.begin(position, oldest.started_ns or now_ns())
 
     def _take(self, read: Read) -> None:
-        """Run the transforms of a sample that was read, and write it."""
         position = self._flight.take(read)
         if position is None:
             return
@@ -639,7 +625,6 @@ class ConcurrentWorker(Worker):
         return claimed.count
 
     def _finish_sample(self, read: Read, position: int) -> int:
-        """Make the sample from what was read, and write it; returns the number of samples."""
         if self.tracer.enabled:
             ended_ns = read.started_ns + read.duration_ns
             self.tracer.span("read", read.started_ns, ended_ns, {"index": read.index})

@@ -76,12 +76,10 @@ _SERVING_S = 0.02
 
 @dataclass
 class WorkerContext:
-    """All that a worker needs besides its number; travels to worker processes.
+    """All that a worker needs besides its number; travels to worker processes, with ``sent`` in place of the plan.
 
-    Attributes:
-        sent: Travels in place of the plan, as which it arrives; None: the plan itself.
-        stacks: The file that stuck workers write their stacks to.
-        policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
+    ``stacks`` is the file that stuck workers write their stacks to. The ``policy`` for samples that raise is not in the
+    plan, because only a starting child can inherit its log.
     """
 
     plan: WorkerPlan
