@@ -54,10 +54,7 @@ _renewed: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
 
 
 def renew_in_children(owner: T, renew: Callable[[T], None]) -> None:
-    """Call ``renew(owner)`` in each forked child, as long as the owner lives.
-
-    A lock that another thread holds during a fork is never released in the child.
-    """
+    """Call ``renew(owner)`` in forked children, if it lives: a lock of another thread is never released there."""
     key = id(owner)
     _renewed[key] = weakref.ref(owner), renew
     weakref.finalize(owner, _renewed.pop, key, None).atexit = False
@@ -69,7 +66,6 @@ _calls: dict[int, int] = {}
 """Number of calls that a fork must not interrupt, by thread."""
 _calls_changed = threading.Condition()
 _forking: int | None = None
-"""The thread that forks."""
 _interrupted = False
 
 

@@ -41,10 +41,7 @@ def shared_integers(*shape: int) -> torch.Tensor:
 
 
 class Counters:
-    """Named counters; each worker increments its own row, so that no increment is lost.
-
-    They are shared with forked children, and with processes that get them at their start.
-    """
+    """Named counters that forked and started children share; each worker increments its own row, so none is lost."""
 
     def __init__(self, *names: str) -> None:
         self._names = names

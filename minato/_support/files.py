@@ -242,10 +242,7 @@ def _check_part(part: Path, owner: int, group: int, mode: int, above: bool) -> N
 
 @functools.cache
 def unmapped_user() -> int | None:
-    """The number that all users without one seem to have in a container with users of its own; None outside.
-
-    The host's root is one of them.
-    """
+    """The number of all users without one, also of the host's root, in a container with its own users; else None."""
     try:
         if _UID_MAP.read_text().split() == ["0", "0", str(0xFFFFFFFF)]:
             return None

@@ -44,7 +44,6 @@ _MOST_OBJECTS = 5_000_000
 _MOST_BYTES = 4 << 30
 """Limits of one fingerprint, which is made when an epoch begins; a minute at most."""
 _PLAIN = frozenset(map(id, (type(None), bool, int, float, complex, str, bytes)))
-"""Ids of the types of plain values."""
 _NESTED: dict[int, Callable[[Any], Any]] = {
     id(list): iter,
     id(tuple): iter,
@@ -66,10 +65,7 @@ _END: Any = object()
 
 
 def index_hash(index: object) -> int:
-    """Return an integer for an index: equal ones for equal indices, in any process, and never an error.
-
-    Integers, also those of NumPy and tensors of one, are their own; others have their :func:`key_hash`.
-    """
+    """An integer for an index, the same for equal ones in any process, never an error: an integer is its own."""
     if type(index) is int:
         return index
     number = None if issubclass(type(index), str) else integer_of(index)

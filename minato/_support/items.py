@@ -119,10 +119,7 @@ def set_resumed(states: Sequence[object]) -> None:
 
 @contextmanager
 def reading_again(items: object, count: float) -> Iterator[None]:
-    """Have an iterator load a state after which an earlier run has read on.
-
-    At most ``count`` items come again; infinity: nobody knows.
-    """
+    """Have an iterator load a state after which an earlier run has read on; at most ``count`` items come again."""
     before = _again.items, _again.count
     _again.items, _again.count = items, count
     try:

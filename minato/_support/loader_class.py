@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 __all__ = ["Name", "StandIn", "TorchDataLoader", "is_made", "made_only", "rebind", "stand_in"]
 
 Name = tuple[ModuleType, str]
-"""A module, and a name in it."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 _standing_in: type | None = None

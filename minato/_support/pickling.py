@@ -327,10 +327,7 @@ class _ChildPickler(reduction.ForkingPickler):
 
 
 class ForChild:
-    """Arrives as the object that it holds, in a child that is being started, with its locks and its shared memory.
-
-    The start happens within :func:`holding_descriptors`.
-    """
+    """Arrives, with its locks and shared memory, in a child that starts within :func:`holding_descriptors`."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -674,10 +671,7 @@ def _define(data: bytes) -> Any:
 
 
 def dumps(value: object, purpose: Purpose = "sample") -> tuple[list[memoryview], list[memoryview]]:
-    """Pickle an object for a process of this machine, with multiprocessing's reducers.
-
-    Returns the parts of the pickle and its buffers as flat bytes, valid while the object is unchanged.
-    """
+    """Pickle an object for a process here: parts of the pickle, and flat buffers, valid while it is unchanged."""
     pieces = _Pieces()
     pickler = SidePickler(pieces, purpose, process_reducers())
     pickler.dump(value)

@@ -125,9 +125,9 @@ class Arena:
         return len(self._leases) - len(self._ended)
 
     def acquire(self) -> Slot:
-        """Take a free slot, the most recently used one if there is a choice.
+        """Take a free slot, the most recently used one; MemoryError: the address space is used up.
 
-        MemoryError: the address space is used up. RuntimeError: this is a forked child, whose parent acquires the same.
+        RuntimeError: this is a forked child, whose parent acquires the same.
         """
         if self.shared and self.owner != os.getpid():
             check_owner(self.owner)

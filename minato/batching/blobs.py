@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 Kinds: TypeAlias = tuple[type[BaseException], ...]
-"""Exceptions, by their classes."""
 
 
 def noted(error: BaseException, explanation: str = "") -> BaseException:
@@ -187,11 +186,10 @@ def _innermost(trace: TracebackType | None) -> TracebackType | None:
 # ---- in the store ----
 
 GetState = Callable[[], Any]
-"""Returns the state of the worker's dataset."""
 
 
 class Unsendable:
-    """In place of a sample that no other worker can get as it is; the one that collates its batch runs it again.
+    """In place of a sample that cannot be sent as it is: it runs again where its batch is collated.
 
     Its ``error`` is that of its pickling; None if its copy might differ.
     """

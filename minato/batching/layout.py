@@ -327,10 +327,7 @@ class LayoutRecord(NamedTuple):
 def share_layout(
     ledger: WorkerLedger, segment: Segment, batch: int, count: int, layout: Layout
 ) -> LayoutRecord:
-    """Reserve the fields of a batch of ``count`` samples and offer their layout; returns the first that was offered.
-
-    MemoryError: they do not fit the batch's slot.
-    """
+    """Reserve the fields of a batch and offer their layout; returns the first offer. MemoryError: the slot is full."""
     fields = ledger.reserve_fields(batch, layout.fields_nbytes(count))
     if not fields:
         return read_layout(segment, ledger.describe(batch).layout)
@@ -344,10 +341,7 @@ def share_layout(
 
 
 def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> LayoutRecord:
-    """Read the layout of a batch at an arena offset, whose fields must lie in ``slot``, if that is known.
-
-    DamagedError: The record is not the one that was written.
-    """
+    """Read the layout of a batch, whose fields must lie in a known ``slot``; DamagedError: it was changed."""
     head = segment.read(offset, _HEAD_BYTES)
     # The size of the layout is used only if its checksum is right.
     if len(head) == _HEAD_BYTES:

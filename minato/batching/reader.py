@@ -53,9 +53,8 @@ class BatchReader:
         batch that raises frees it.
         """
         record = self.ledger.describe(batch)
-        flags = record.flags
-        kind, result = record.result & KIND_MASK, record.result & ~KIND_MASK
-        if flags & FAILED or kind == ERROR_BLOB:
+        flags, result = record.flags, record.result & ~KIND_MASK
+        if flags & FAILED or record.result & KIND_MASK == ERROR_BLOB:
             try:
                 error = self.failure(batch, slot)
             finally:

@@ -195,7 +195,6 @@ _PICKLES = {
     *("__getnewargs__", "__getnewargs_ex__", "__getstate__"),
     *("__reduce__", "__reduce_ex__", "__setstate__"),
 }
-"""Methods that say how an object is pickled."""
 _NUMBERS = "?biufcSUmM"
 """Kinds of NumPy's dtypes without objects or fields."""
 _has_names: Callable[[torch.Tensor], bool] = getattr(

@@ -36,11 +36,9 @@ _HEAD = struct.Struct("<IIQ")
 the pickle, of the arrays and of the payloads follow, then the pickle, then the arrays."""
 _SPAN = struct.Struct("<QQ")
 _TOP = struct.Struct("<IIQQQ")
-"""The head and the span of the pickle."""
 _ALIGNMENT = 64
 
 _MOST_LISTED = 8
-"""Number of indices of a batch that a message lists."""
 
 
 def _aligned(nbytes: int) -> int:

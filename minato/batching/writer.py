@@ -120,12 +120,10 @@ class BatchWriter:
         *,
         whole: bool = False,
     ) -> None:
-        """Deliver samples k, k+1, … of a batch to their own places.
+        """Deliver samples k, k+1, … of a batch to their own places, and the ``error`` of the one after these.
 
-        Args:
-            indices: Of the samples, and of those that were not run because one before them raised.
-            error: Exception of the sample after these.
-            whole: They are all samples of the batch: if they do not fit its fields, they are collated at once.
+        ``indices`` are also those of samples that were not run because of that. ``whole``: they are all of the batch;
+        those that do not fit its fields are collated at once.
         """
         if error is not None:
             # As with torch, the samples after a bad one are not run. The place of the error is filled before the
@@ -333,9 +331,12 @@ class BatchWriter:
             if fields is None and whole:
                 self._collate(batch, samples)
             elif fields is None:
-                begun_ns = now_ns()
+                begun_ns, known = now_ns(), self.handover_ns
                 self._attach(batch, k, indices, samples)
-                self._note_handover((now_ns() - begun_ns) / len(samples))
+                cost_ns = (now_ns() - begun_ns) / len(samples)
+                # A process that had to wait for a core raises it little.
+                raised = known + (cost_ns - known) / 16
+                self.handover_ns = min(cost_ns, raised) if known else cost_ns
             elif len(samples) == 1 or not fields.packer.pack_run(
                 samples, self._segment.address + fields.offset, k
             ):
@@ -380,11 +381,6 @@ class BatchWriter:
         handover = self._handover
         if handover is not None and handover.answer is None and type(result) is list:
             handover.settle(are_plain(result))
-
-    def _note_handover(self, cost_ns: float) -> None:
-        """Update the estimate; a process that had to wait for a core raises it little."""
-        known = self.handover_ns
-        self.handover_ns = min(cost_ns, known + (cost_ns - known) / 16) if known else cost_ns
 
     # ---- collation
 

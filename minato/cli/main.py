@@ -107,21 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     profile = commands.add_parser(
         "profile", help="run a loader, torch's or minato's, and name its bottleneck"
     )
-    profile.add_argument(
-        "factory",
-        metavar="FACTORY",
-        help="module:function or file.py:function that returns a loader",
-    )
+    of = "module:function or file.py:function that returns a loader"
+    profile.add_argument("factory", metavar="FACTORY", help=of)
     profile.add_argument(
         "--batches", type=int, metavar="N", help="stop after N batches; default: one epoch"
     )
-    profile.add_argument(
-        "--step-ms",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="duration of a training step; default: 0",
-    )
+    told = "duration of a training step; default: 0"
+    profile.add_argument("--step-ms", type=float, default=0.0, metavar="MS", help=told)
     profile.add_argument("--full", action="store_true", help="print all figures, too")
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")

@@ -87,8 +87,7 @@ class Copier(ABC):
 class PrefetchReader:
     """Reads batches like :class:`BatchReader`, and has the next ones copied early.
 
-    A batch that was read early counts as open until ``next()`` returns it: neither the loader's state nor the memory
-    budget takes it for delivered.
+    Those count as open until ``next()`` returns them: neither the state nor the memory budget takes them for delivered.
     """
 
     def __init__(self, reader: BatchReader, ledger: Ledger, copier: Copier) -> None:
@@ -322,10 +321,7 @@ def memory_pinner() -> MemoryPinner | None:
 
 
 class _Copy(NamedTuple):
-    """A batch whose copies were queued, and the event that passes when they have run.
-
-    ``host`` is the batch in the arena. A reference to it keeps the slot leased.
-    """
+    """A batch whose copies have run after ``event``; ``host``, the batch in the arena, keeps the slot leased."""
 
     batch: Any
     host: Any

@@ -441,10 +441,7 @@ class EvenEnds(Layer):
         return channel
 
     def next(self) -> Outgoing:
-        """The next batch: the same one until it is given. A signal's handler may raise at any line.
-
-        RuntimeError: another rank does not answer, or has left the epoch.
-        """
+        """The next batch, the same until it is given; RuntimeError: another rank does not answer, or has left."""
         if self._is_over:
             raise StopIteration
         if self._given is None or self._given.is_given:

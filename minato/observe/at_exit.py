@@ -25,7 +25,6 @@ __all__ = ["MOST_LOADERS", "keep", "print_at_exit", "write_at_exit"]
 MOST_LOADERS = 32
 """The reports of the latest loaders are kept: a program may make one for each epoch."""
 _TEXT, _JSON = "minato: ", '{"minato_reports": '
-"""How a file of reports begins."""
 
 
 @dataclass

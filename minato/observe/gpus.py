@@ -42,11 +42,9 @@ class _Table(ctypes.Structure):
 
 
 NBYTES = ctypes.sizeof(_Table)
-"""Bytes of the shared memory."""
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Device files of a driver, on Linux and in WSL."""
 _GRACE_S = 5.0
-"""Time limit for the end of the process."""
 
 
 class GpuTable:

@@ -13,17 +13,12 @@ from minato._support.text import digits, seconds
 __all__ = ["Headroom"]
 
 _REPLAYED = 4
-"""Number of batches that are replayed."""
 _WARM_UP = 2
 """Steps of each kind that are not timed: compilation, first allocations, the start of workers."""
 
 
 class Headroom:
-    """Batches for a training loop: first from a loader, then a few of them replayed.
-
-    Raises:
-        ValueError: ``steps`` is less than 1.
-    """
+    """Batches for a training loop: first from a loader, then a few of them replayed; ValueError: too few ``steps``."""
 
     def __init__(self, batches: Callable[[], Iterable[object]], steps: int) -> None:
         if steps < 1:

@@ -57,7 +57,6 @@ class Live(Observer):
         self._source: MetricsSource | None = None
         self._recent: deque[_Look] = deque()
         self._before: EpochRecord | None = None
-        """The last epoch before the one that is shown."""
         self.title, self.batches, self.began_ns = name, 0, 0
         self.length: int | None = None
         self._observers = observers

@@ -34,10 +34,9 @@ _RECENT_NS = 100_000_000
 class MachineSnapshot(NamedTuple):
     """Counters and memory of the whole machine.
 
-    Attributes:
-        counts: Counters with an arbitrary start: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of
-            each GPU ``gpu0_samples``, ``gpu0_idle`` (samples in which it was idle), ``gpu0_busy_percent`` (sum of its
-            utilization), ``gpu0_used_mib`` (sum of the memory in use).
+    The ``counts`` have an arbitrary start: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of each GPU
+    ``gpu0_samples``, ``gpu0_idle`` (samples in which it was idle), ``gpu0_busy_percent`` (sum of its utilization),
+    ``gpu0_used_mib`` (sum of the memory in use).
     """
 
     counts: Mapping[str, int] = {}

@@ -119,7 +119,6 @@ CATALOG = (
         "memory_budget_bytes", "bytes", "Limit of the memory of batches in flight.", "budget_bytes"
     ),
 )
-"""All metrics, in the order in which they are shown."""
 
 
 def values_of(totals: Totals) -> dict[str, float]:
@@ -132,7 +131,6 @@ def values_of(totals: Totals) -> dict[str, float]:
 _Request = socket.socket | tuple[bytes, socket.socket]
 
 _TIME_LIMIT_S = 2.0
-"""How long a request waits for its client."""
 _MOST_CLIENTS = 16
 _PAUSE_S = 0.1
 _JOIN_S = 5.0
@@ -146,7 +144,6 @@ _FAMILIES = [
     ("gpu_idle_seconds_total", "counter", _GPU, "Time that a GPU was idle."),
     ("gpu_busy_seconds_total", "counter", _GPU, "Time that a GPU was busy, times utilization."),
 ]
-"""Name, kind, labels and meaning of each metric."""
 _Values = dict[str, dict[tuple[str, ...], float]]
 """By name and labels: loaders at one address show the same GPUs."""
 _labels: weakref.WeakKeyDictionary[EpochLog, str] = weakref.WeakKeyDictionary()
@@ -388,10 +385,7 @@ def checked(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def metrics_of(found: object, prefix: str, names: Sequence[str]) -> dict[str, float]:
-    """Some metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each.
-
-    ValueError: A loader was made with ``observe=False``.
-    """
+    """Some metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each."""
     loaders = list(loaders_in(found))
     values: dict[str, float] = {}
     for number, loader in enumerate(loaders):

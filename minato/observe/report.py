@@ -278,20 +278,19 @@ def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[figure
     """The use of each GPU."""
     found = []
     for number, (name, total_bytes) in enumerate(machine.gpus):
+        fields = ("samples", "idle", "busy_percent", "used_mib")
         samples, idle, busy_percent, used_mib = (
-            counts.get(f"gpu{number}_{field}", 0)
-            for field in ("samples", "idle", "busy_percent", "used_mib")
+            counts.get(f"gpu{number}_{field}", 0) for field in fields
         )
-        found.append(
-            figures.Gpu(
-                name=f"{number} {name}",
-                samples=samples,
-                idle_share=_ratio(idle, samples),
-                busy_share=_ratio(busy_percent / 100, samples - idle),
-                memory_bytes=round(_ratio(used_mib, samples) * 2**20),
-                total_bytes=total_bytes,
-            )
+        gpu = figures.Gpu(
+            name=f"{number} {name}",
+            samples=samples,
+            idle_share=_ratio(idle, samples),
+            busy_share=_ratio(busy_percent / 100, samples - idle),
+            memory_bytes=round(_ratio(used_mib, samples) * 2**20),
+            total_bytes=total_bytes,
         )
+        found.append(gpu)
     return tuple(found)
 
 
@@ -317,10 +316,8 @@ def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[figures.Stage, ...]
     share, count = 1.0 - sum(stage.share for stage in stages), total.count or reading.count
     mean_s = _ratio(share * busy_ns / 1e9, count)
     spread_s = mean_s, mean_s, mean_s  # not measured
-    return (
-        *stages,
-        figures.Stage("collate and copy", "collate", count, mean_s, *spread_s, max(share, 0.0)),
-    )
+    rest = figures.Stage("collate and copy", "collate", count, mean_s, *spread_s, max(share, 0.0))
+    return *stages, rest
 
 
 def _stage(name: str, kind: str, values: Histogram, share: float) -> figures.Stage:

@@ -36,7 +36,6 @@ T = TypeVar("T")
 
 _PREFIXES = ("", "k", "M", "G", "T")
 _KEPT_EPOCHS = 8
-"""Only the latest epochs are shown."""
 
 
 def lines_of(report: Report) -> list[str]:
@@ -250,7 +249,6 @@ def _scaled(value: float) -> str:
 
 
 BEGINS = '<!doctype html>\n<html lang="en"><head><meta name="generator" content="minato">'
-"""How each page begins."""
 _SLOWEST = 5
 _BARS = 60
 """Of the chart of waiting; each is the share of an equal part of the time."""

@@ -119,10 +119,7 @@ def trace_of_environment(name: str) -> Trace | None:
 
 
 class Tracks(NamedTuple):
-    """The tracks of one engine; travels to its workers.
-
-    They are shown under the process id of the training process, by ``number`` if several iterators of the loader live.
-    """
+    """The tracks of one engine, by ``number`` among the living iterators of the loader; travels to its workers."""
 
     path: str
     limit_bytes: int
@@ -265,7 +262,6 @@ def _quoted(text: str) -> str:
 # ---- the training loop ----------------------------------------------------------------------
 
 _COUNT_EVERY_NS = 5_000_000
-"""Minimum interval between two records of the counters."""
 
 
 class LoopTrack(Observer):

@@ -47,13 +47,11 @@ _FIRST_WINDOW = 2
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds per batch.
+    """Seconds per batch; ``work`` is of all workers together.
 
     Attributes:
         whole: From one batch to the next.
-        transfer: ``next()`` in the training process, without sleeping.
-        pinning, queueing: The parts of it that a device takes.
-        work: Of all workers together.
+        transfer: ``next()`` in the training process, without sleeping; a device takes ``pinning`` and ``queueing``.
         source: The share of the workers' time that the dataset takes, 0 to 1.
         reading: Of each reader, where the dataset has a fixed number of them: no further worker makes it less.
     """

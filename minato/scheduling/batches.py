@@ -45,13 +45,10 @@ class OpenBatch:
 
     Attributes:
         record: Index of its record in the ledger.
-        indices: As the sampler yields them.
-        indices_slot: The slot that holds its indices if they are no integers …
-        indices_offset: … and their offset.
+        indices_slot: The slot that holds its indices if they are no integers, at ``indices_offset``.
         owner: Number of its worker + 1; 0 for any.
         bound: Whether its samples keep their places.
-        opened_ns: Time of its opening; 0 if no trace is recorded.
-        found_ns: Time at which ``next()`` chose it; 0 if no trace is recorded.
+        opened_ns, found_ns: When it was opened, and ``next()`` chose it; 0 if no trace is recorded.
         retired: Whether its record is free.
         drawn: As it was drawn from the sampler.
         first: Position of its first sample.

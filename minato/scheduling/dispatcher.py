@@ -314,7 +314,7 @@ class Dispatcher:
             if found is not None:
                 if self._take(found):
                     return found
-            elif self._fills_skipped and self._have_settled() and self._fill_short():
+            elif self._fills_skipped and self._fill_short():
                 pass
             elif self.over:
                 if self._progress is not None:
@@ -368,12 +368,11 @@ class Dispatcher:
             return False
         return progress.missing(item.indices) > 0
 
-    def _have_settled(self) -> bool:
-        in_flight = *self._open, *self._retiring.returned
-        return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
-
     def _fill_short(self) -> bool:
-        """Fill the places of skipped samples with those of one more batch, or else do without; False: neither."""
+        """Once all have run, fill the places of skipped samples with one more batch, or do without; False: neither."""
+        in_flight = *self._open, *self._retiring.returned
+        if not (self._open and all(self._ledger.settled(item.record) for item in in_flight)):
+            return False
         if not self._exhausted and self._open_next():
             self._wake()
             return True
@@ -397,10 +396,7 @@ class Dispatcher:
         self._retiring.discard(item)
 
     def records(self, item: OpenBatch) -> list[Callable[[], object]]:
-        """Return the functions that record a batch, or its error, once the training loop has it.
-
-        They need no ledger, and may be called later and more than once.
-        """
+        """Functions that record a batch, or its error, for when the training loop has it; again without harm."""
         counts = self._assignment.returns(item.owner)
         return [*self._retiring.records(item), *([] if counts is None else [counts])]
 
@@ -503,7 +499,9 @@ class Dispatcher:
             self._unmade = Postponed(error)
             return False
         if drawn is None:
-            self._run_dry()
+            if self._one_epoch and not self._is_dry:
+                self._ledger.shut_down(drain=True)
+            self._is_dry = True
             return False
         count = len(drawn.indices)
         if not self._ledger.has_room(count or 1):
@@ -532,12 +530,6 @@ class Dispatcher:
 
     def _held(self, owner: int) -> int:
         return sum(item.owner == owner for item in (*self._open, *self._prefetched))
-
-    def _run_dry(self) -> None:
-        if not self._is_dry:
-            if self._one_epoch:
-                self._ledger.shut_down(drain=True)
-            self._is_dry = True
 
     def _draw(self) -> Drawn | None:
         """The next batch of the sampler, of this epoch and then of the next one if that is known."""

@@ -18,10 +18,7 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(frozen=True)
 class Order:
-    """The rules that orders share: the oldest open batch comes next, and each sample keeps its place.
-
-    A sample may be late by ``max_lag`` batches where samples do not keep their places.
-    """
+    """The oldest open batch comes next, and each sample keeps its place, or may be late by ``max_lag`` batches."""
 
     max_lag: int = 0
 
@@ -127,10 +124,7 @@ class Assignment:
         """Begin an epoch."""
 
     def choose(self, indices: Sequence[int], held: Callable[[int], int]) -> int | None:
-        """The owner of the next batch, which has ``indices``; None if no worker can take one now.
-
-        ``held`` returns how many open batches an owner has.
-        """
+        """The owner of the next batch, by its indices and the open ones of an owner; None: no worker can take it."""
         return 0
 
     def opened(self, owner: int) -> None:

@@ -118,10 +118,8 @@ class SlowThreshold:
     ) -> ThresholdDecision:
         """Update the threshold if that is due, and return the decision in force.
 
-        Args:
-            times: Service times in ns of all samples that have finished since the start of the run; never cleared.
-            running_ns: Active times of unfinished samples. Those that are slow already count as slow; the others do not
-                count yet.
+        ``times`` are the service times in ns of all samples that have finished since the start of the run; never
+        cleared. Of unfinished samples, those count whose active time makes them slow already.
         """
         if not self.due(times.count, elapsed_s):
             return self.decision
@@ -191,10 +189,7 @@ class SlowThreshold:
 
 
 def integers_of(indices: Sequence[object] | np.ndarray | torch.Tensor) -> list[int] | None:
-    """The integer that each index equals, for costs and reports: ``NO_INTEGER`` for one without, None for all without.
-
-    The dataset gets the index itself.
-    """
+    """The integers that indices equal, for costs and reports; ``NO_INTEGER`` for one without, None for all without."""
     values = indices.tolist() if isinstance(indices, (np.ndarray, torch.Tensor)) else indices
     found = [integer_of(index) for index in values]
     if len(found) != len(indices) or all(number is None for number in found):

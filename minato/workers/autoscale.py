@@ -47,7 +47,6 @@ _NO_LOSS = 0.97
 _HOLD, _MOST_DOUBLINGS = 8, 6
 """Periods until a reverted step may be tried again; doubled each time."""
 _LOOK_NS = 50_000_000
-"""Shortest interval between two checks."""
 _PERIOD_NS = 250_000_000
 """A period lasts at least this long …"""
 _PERIOD_SAMPLES = 4
@@ -142,8 +141,7 @@ def paper(
 ) -> ControllerState:
     """The controller of the MinatoLoader paper as it is printed, Δ clipped, the queue averaged.
 
-    It grows while the processor is busy, however full the queue is, and hardly grows while workers wait for a disk:
-    see ``corrected``.
+    Unlike ``corrected``, it grows while the processor is busy, however full the queue is, and hardly for a disk.
     """
     before = measured.ready_share if state.ready_average is None else state.ready_average
     average = before + settings.paper.smoothing * (measured.ready_share - before)
@@ -285,10 +283,7 @@ class _Reading(NamedTuple):
 
 
 class Scaler:
-    """A pool whose number of active workers it sets, in the consumer's thread, several times a second.
-
-    There are ``most`` workers, and ``resized`` is called with the number of active ones when it changes.
-    """
+    """A pool of ``most`` workers whose number of active ones it sets, and tells ``resized``, several times a second."""
 
     def __init__(
         self,

@@ -299,9 +299,9 @@ class SampleRetry:
         error: BaseException | None,
         run: Callable[[int, list[object]], Ran],
     ) -> Ran:
-        """The rest of some samples, one of which raised ``error``; SKIP stands for those that are skipped.
+        """The rest of some samples, from ``position`` on, one of which raised; SKIP stands for skipped ones.
 
-        ``position`` is that of the first, and ``run`` runs samples one by one from a position on, until one raises.
+        ``run`` runs samples one by one from a position on, until one raises.
         """
         while error is not None:
             i = len(samples)

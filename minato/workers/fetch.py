@@ -36,10 +36,8 @@ class Fetcher:
         self.dataset = self._dataset = dataset
         self._run = transforms.run if transforms.steps else None
         self.transform = transforms.run
-        """Runs the transforms on what the dataset has returned for an index."""
         get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
         self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
-        """Loads the sample of an index and runs the transforms."""
         self.takes_lists = batched and takes_lists(dataset)
         self.has_rows = batched and self._run is None and has_rows(dataset)
         """Whether samples are rows of tensors or arrays, which are copied together."""

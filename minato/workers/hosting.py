@@ -30,7 +30,6 @@ _LEAST_MEASURED = 8
 _MOST_OFFERED, _MOST_OFFERED_BYTES = 1024, 64 << 20
 """Items that a host has read ahead of the workers, and their bytes."""
 _CHUNK = 16
-"""Items that are read ahead together."""
 _LONG_MEAN = 256
 """Samples over which the mean cost of the transforms is taken."""
 _NEEDED_NS = 2_000_000_000
@@ -39,7 +38,6 @@ _MISSING = object()
 _LOOK_S = 0.002
 """How long a thread that only reads sleeps while enough is offered: nothing wakes it when items are claimed."""
 Keys = list[Any]
-"""Keys of items, as the indices that a worker runs."""
 
 
 class OfferedItems:
@@ -175,13 +173,10 @@ class HostWorker(Worker):
 
     @property
     def _is_offering(self) -> bool:
-        return self._offers and self._is_worth and self._is_needed
-
-    @property
-    def _is_worth(self) -> bool:
-        """Whether the transforms take so long that it pays to offer items; unknown counts as so."""
+        # It pays if the transforms take long, or nobody knows.
         is_unknown = not self._mean_ns or self._num_measured < _LEAST_MEASURED
-        return is_unknown or self._mean_ns > _WORTH * self._offer_ns
+        pays = is_unknown or self._mean_ns > _WORTH * self._offer_ns
+        return self._offers and pays and self._is_needed
 
     @property
     def _is_needed(self) -> bool:

@@ -46,15 +46,9 @@ class Pipeline(NamedTuple):
     refetches: bool = False
 
     def collate(self, bind: Bind | None = None) -> Collate:
-        """The loader's ``collate_fn``, with the function that binds randomness to a batch while a worker collates it.
-
-        What a replaced fetcher has made is collated already.
-        """
-        return Collate(_as_it_is if self.refetches else self.collate_fn, self.batched, bind)
-
-
-def _as_it_is(batch: object) -> Any:
-    return batch
+        """The loader's ``collate_fn``, bound to a batch by ``bind``; what a replaced fetcher has made is collated."""
+        collate_fn = (lambda batch: batch) if self.refetches else self.collate_fn
+        return Collate(collate_fn, self.batched, bind)
 
 
 class ReaderPlan(NamedTuple):

@@ -420,10 +420,7 @@ forget_in_children(_renew_lock)
 
 @contextmanager
 def announcing() -> Iterator[None]:
-    """Have worker info to oneself, as no other thread of this process changes it.
-
-    Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
-    """
+    """Have worker info to oneself; RuntimeError: another thread keeps it: its first item waits, maybe for this."""
     if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
         raise RuntimeError(
             f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
@@ -459,10 +456,7 @@ def seed_generators(seed: int, of_numpy: list[int]) -> None:
 
 
 class _Program(NamedTuple):
-    """What the program was before a reader became active in its process.
-
-    ``worker`` is what ``get_worker_info()`` returns meanwhile. If ``is_left``, the global generators are the reader's.
-    """
+    """The program before a reader became active, ``worker`` info, and whether the generators are the reader's."""
 
     reader: int
     worker: Any
@@ -786,10 +780,8 @@ class Host:
                 reader.take([end], self.catches)
 
     def _load_before(self, start: ReaderState | None, follows: bool) -> Any:
-        """Load the generators with which ``iter()`` is called; returns them, unless they follow from the seed.
-
-        ``follows``: they are those at the end of the epoch before.
-        """
+        """Load the generators of ``iter()``; returns them, unless they follow from the seed."""
+        # ``follows``: they are those at the end of the epoch before.
         if self._generators is None:
             return None
         if start is not None and start.before is not None:
@@ -827,10 +819,7 @@ class Host:
     # ---- states
 
     def present(self, number: int, ordinal: int) -> ReaderState | None:
-        """The present state of a reader of this process, or the first of the epoch if that is after an ordinal.
-
-        None: it has none, or has not begun.
-        """
+        """The state of a reader here, or the first of the epoch if that is after an ordinal; None: it has none."""
         reader = self._readers[number]
         if number not in self._epochs or not reader.keeps_state:
             return None

@@ -64,11 +64,10 @@ _MOST_SAVED = 2.0
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """One sample to read, and its result.
+    """One sample to read, and its result; the caller has a ``tag`` for it.
 
     Attributes:
         seed: Seed of the sample's randomness; None if it is not bound to the sample.
-        tag: The caller's own value.
         again_for: The read that this second request hedges.
         occurrence: How often the index came before in the epoch.
         attempts: Requests for this sample in flight; two if it is hedged.

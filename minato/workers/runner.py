@@ -268,13 +268,9 @@ class StageRunner:
 class CostEstimate:
     """A worker's estimate of the samples that it runs.
 
-    Attributes:
-        mean_ns: Moving average of the cost of a sample.
-        draws: Whether samples draw random numbers that are bound to them; None while this is unknown.
-        watched: Number of samples that were watched for draws.
-        has_looked: Whether it looked for generators that its first sample made.
-        collate_draws: Whether ``collate_fn`` draws; None while this is unknown.
-        watched_batches: Number of batches for which ``collate_fn`` was watched.
+    ``mean_ns`` is the moving average of their cost. ``draws`` and ``collate_draws`` tell whether samples, or
+    ``collate_fn``, draw random numbers that are bound; None while so many are ``watched`` that it is unknown.
+    ``has_looked``: it has looked for generators that its first sample made.
     """
 
     mean_ns: float = _FIRST_GUESS_NS
@@ -316,7 +312,6 @@ class Runner:
         self.randomness: SampleRandomness | None = None
         """What binds the generators, since ``enter``."""
         self.meters = meters
-        """What the runner measures."""
         self._total, self._slowest = meters.total, meters.slowest
         self._stage_runner = stage_runner
         self._stages: list[tuple[int, int]] = [] if stage_runner is None else stage_runner.longest

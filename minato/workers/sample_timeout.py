@@ -27,7 +27,6 @@ from minato.workers.shared_state import CurrentWork
 __all__ = ["RunningSamples", "SampleWatchdog", "StackFile"]
 
 _LOOKS = 4
-"""Checks of a sample within its limit."""
 _STACK_S = 1.0
 """How long a process may take to write its stack; a stopped process never does."""
 _WRITTEN_S = 0.2
@@ -75,10 +74,9 @@ class StackFile:
 
 @dataclass(eq=False)
 class SampleWatchdog:
-    """Ends worker processes that spend too long on a sample.
+    """Ends worker processes that spend too long on a sample, one at a time, after they have written their stack.
 
-    Each first writes its stack, one at a time. The consumer does not wait for it: one call of ``end_overdue``
-    requests the stack, a later one reads it.
+    The consumer does not wait for that: one call of ``end_overdue`` requests the stack, a later one reads it.
     """
 
     ledger: ConsumerLedger
@@ -155,10 +153,8 @@ class SampleWatchdog:
 class RunningSamples:
     """Names the samples that the workers run, when torch's ``timeout`` is over.
 
-    Attributes:
-        stacks: The file that worker processes write their stacks to; None: they have none.
-        reading: The thread that reads for them, whose number is after theirs; None: there is none.
-        recommends: Whether ``sample_timeout`` is possible.
+    ``stacks`` is the file that worker processes write their stacks to; ``reading`` the thread that reads for them, with
+    a number after theirs. ``recommends``: ``sample_timeout`` is possible.
     """
 
     work: CurrentWork

@@ -134,10 +134,7 @@ class SharedReadLimit:
 
 
 class SharedLayout(NamedTuple):
-    """A segment and the sizes of its parts; travels to worker processes.
-
-    It holds ledger, meters with one for each transform, active workers, read limit, handover and the board of readers.
-    """
+    """A segment and the sizes of its parts (ledger, and those of ``offsets``); travels to worker processes."""
 
     segment: Segment
     num_workers: int

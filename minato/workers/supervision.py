@@ -276,10 +276,7 @@ def _reap(process: BaseProcess) -> None:
 
 @dataclass
 class WorkerRecovery:
-    """Releases the samples of a dead worker, except for one that no worker can run.
-
-    The ``watchdog`` ends workers whose sample takes too long; None: there is no limit.
-    """
+    """Releases the samples of a dead worker, except for one that none can run; a ``watchdog`` may have ended it."""
 
     ledger: ConsumerLedger
     context: WorkerContext
@@ -336,10 +333,7 @@ class WorkerRecovery:
         return warning
 
     def progress(self) -> int:
-        """A number that grows with the samples that were run and the batches that were delivered.
-
-        A worker that is killed before it has counted its samples has still delivered them in batches.
-        """
+        """Samples that were run and batches that were delivered, as dead workers may not have counted their samples."""
         workers = range(self.context.plan.most_workers)
         samples = sum(self.ledger.activity(number).samples for number in workers)
         return self.wait_stats.delivered + samples
@@ -427,7 +421,9 @@ class RestartPolicy:
         # A machine may fail with all its workers, between samples.
         self._deaths[where] += not (lost and lost.infrastructure_fault and not sample)
         times, between = self._deaths[where], not (sample or collation)
-        unable = _is_unable(exit_code, has_begun=not between or progress > 0)
+        # An exception before the first sample, which the next worker would raise, too.
+        unable = between and not progress and exit_code not in (None, UNREADABLE)
+        unable = lost.unable if lost else unable and cast(int, exit_code) > 0
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {_moment(sample, collation, unable)}."
         if self._window is not None:
@@ -463,13 +459,6 @@ class RestartPolicy:
     def deaths_on(self, sample: CurrentSample) -> int:
         """Number of workers that died on a sample."""
         return self._deaths[sample.position, None]
-
-
-def _is_unable(exit_code: int | WorkerLoss | None, *, has_begun: bool) -> bool:
-    """Whether an exception before the first sample has ended a worker: the next worker would raise it, too."""
-    if isinstance(exit_code, WorkerLoss):
-        return exit_code.unable
-    return not has_begun and exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
 
 
 def _moment(sample: CurrentSample | None, collation: Collation | None, unable: bool) -> str:

@@ -285,9 +285,9 @@ class Worker:
         costs_ns: Sequence[int],
         error: BaseException | None = None,
     ) -> None:
-        """Deliver samples, and the error of the one after them, to any batch; deferred ones are not complete yet.
+        """Deliver samples, and the error of the one after them, to any batch, slow ones where the order has these.
 
-        Those that are slow go to the newest batch, where the order says so.
+        Deferred ones are not complete yet.
         """
         writer, count = self.writer, len(samples)
         slow_ns = self.ledger.slow_ns if self._slow_to_newest else 0

@@ -260,7 +260,7 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
 
 
 def _take_own_epochs(dataset: object) -> None:
-    """Have streams of Hugging Face go through epochs apart from those of other workers, which may be in another pass.
+    """Have streams of Hugging Face go through epochs of their own, as other workers may be in another pass.
 
     Each sets the epoch before it asks for the first item.
     """
