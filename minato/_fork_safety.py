@@ -96,11 +96,7 @@ def interrupted_calls() -> bool:
 
 
 class Borrower:
-    """A process that may still read what its parent's memory held at a fork.
-
-    Attributes:
-        ended: Set by the pool that learns of its end; a child tells that itself.
-    """
+    """A process that may read what its parent's memory held at a fork, until its pool sets ``ended``, or it has."""
 
     ended = False
 
@@ -112,8 +108,7 @@ class Borrower:
 class Loans:
     """What the program holds of some memory when it forks, kept until the child has ended.
 
-    Args:
-        leases: Refer to objects; as long as one lives, its part of the memory is not overwritten.
+    As long as an object of the ``leases`` lives, its part of the memory is not overwritten.
     """
 
     def __init__(self, leases: Mapping[int, weakref.ref[object]]) -> None:
@@ -202,11 +197,8 @@ def check_owner(owner: int) -> None:
 def end_copy(owner: int | None, error: BaseException | None) -> None:
     """End this process, as Python ends a process, if it is a copy of a worker that user code has forked.
 
-    Two processes must not be one worker: user code that forks returns to minato in both.
-
-    Args:
-        owner: The worker's process; None: the main process, whose copies go on.
-        error: What user code has raised here; None: it has returned.
+    Two processes must not be one worker: user code that forks returns to minato in both. The ``owner`` is the worker's
+    process; None: the main process, whose copies go on. User code has raised ``error`` here; None: it has returned.
     """
     if owner is None or os.getpid() == owner:
         return

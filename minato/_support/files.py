@@ -47,10 +47,7 @@ _Path = str | os.PathLike[str]
 
 
 def open_regular(path: _Path, flags: int) -> int:
-    """``os.open`` for a regular file, made with mode 0600; with a flag to write, ``path`` must not be a symbolic link.
-
-    OSError: it cannot be opened, or is a link or no regular file; the message names it.
-    """
+    """``os.open`` for a regular file, made with mode 0600, by no symbolic link to write; OSError, which names it."""
     name = os.fspath(path)
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     if writes:

@@ -104,10 +104,7 @@ _MOST_SHARED = 200
 
 
 class _Storage:
-    """A tensor's storage while it is pickled; tensors that share one still do on the other side.
-
-    All of it travels if it is ``whole``; if not, what the tensors of the pickle see.
-    """
+    """A storage while it is pickled, which tensors still share then: if ``whole``, or else what these see of it."""
 
     def __init__(self, storage: torch.UntypedStorage, whole: bool) -> None:
         self._bytes = _bytes_of(storage)

@@ -50,10 +50,7 @@ def seconds(value: float) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return the ``repr`` of an object for a message: never an error, never long, and every encoding has it.
-
-    An index or key is shown as the plain value that it equals: ``3`` rather than ``np.int64(3)``.
-    """
+    """The ``repr`` of an object, or the plain value that it equals: never an error or long, in every encoding."""
     try:
         text = repr(_shown(value))
     except Exception as error:
@@ -88,10 +85,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def type_name(value: object, *, full: bool = False, module: bool = False) -> str:
-    """Return the name of an object's type; metaclasses and classes may answer anything when they are asked.
-
-    ``full`` adds the classes that it is defined in, ``Outer.Inner``, and ``module`` its module, too.
-    """
+    """The name of an object's type, whatever that answers; ``full``: ``Outer.Inner``, ``module``: its module, too."""
     kind = type(value)
     name = _string(kind, "__qualname__" if full or module else "__name__") or "object"
     of = _string(kind, "__module__") if module else ""

@@ -44,8 +44,7 @@ def start_thread(thread: Thread) -> None:
 def living(*threads: Thread) -> set[Thread]:
     """Return those of the threads that run.
 
-    ``Thread.is_alive`` says so, too. But if a signal's handler raises within it, Python before 3.13 takes a thread that
-    runs for one that has ended, from then on.
+    If a signal's handler raises within ``Thread.is_alive``, Python before 3.13 takes a thread for ended from then on.
     """
     running, main = set(threading.enumerate()), threading.main_thread()
     # The main thread stays in the list when it has ended. Handlers run in no other.
@@ -61,8 +60,8 @@ _BEFORE_DAEMONS = 10
 def at_end(function: Callable[[], object]) -> Callable[[], object]:
     """Call a function when this process ends, the latest one first; returns what cancels that.
 
-    A process that multiprocessing forks calls no function of ``atexit``, and a spawned one does so after the end of its
-    workers. Children that are forked otherwise may call the function, too.
+    One that multiprocessing forks calls none of ``atexit``, and a spawned one only after the end of its workers.
+    Children that are forked otherwise may call the function, too.
     """
     if parent_process() is None:
         atexit.register(function)

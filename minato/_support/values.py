@@ -54,10 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def integer_of(value: object) -> int | None:
-    """Return the integer that a value equals; None if it is no integer.
-
-    Integers are whatever Python takes for one where it indexes a list: those of NumPy, and tensors of one integer.
-    """
+    """Return the integer that a value equals where it indexes a list, as tensors of one do; None if it is none."""
     if type(value) is int:
         return value
     if type(value) is np.bool_:

@@ -1,7 +1,4 @@
-"""Slots of shared memory: batches are built in them, view them, and leave them to later batches.
-
-For a device they are pinned, and free again after the event behind its last copy.
-"""
+"""Slots of shared memory: batches are built in them, view them, and leave them to later ones; pinned for a device."""
 
 from __future__ import annotations
 
@@ -92,10 +89,8 @@ class Arena:
     It divides a ``segment``, by default a new sparse one, to which other processes write if it is ``shared``.
 
     Attributes:
-        shared: Whether other processes can write to it.
         owner: The process that acquires slots. A forked child that did so too would write to the same memory.
         pinned_slots: Pins delivered slots for a device; None without one.
-        device_times: Of the device that batches go to.
         given_back: Free slots whose pages went back to the system, for processes that may have pinned them. The shared
             pool takes them out. None: no other process maps the arena.
     """
@@ -225,10 +220,7 @@ class Arena:
             self.pinned_slots = PinnedSlots(pinner, self.segment, self.device_times)
 
     def trim(self, in_flight: int) -> None:
-        """Return pages to the system: those of half of the free slots beyond the recent number in flight.
-
-        Called once per batch: the memory of batches that a program kept is free a few batches after it drops them.
-        """
+        """Return pages to the system, once per batch: of half of the free slots beyond the recent number in flight."""
         self._settle()
         self._needed = max(in_flight, _FADING * self._needed)
         surplus = len(self._warm) - int(self._needed) - _SPARE_SLOTS
@@ -313,16 +305,22 @@ class PinnedSlots:
     ) -> None:
         self._pinner = pinner
         self._times = times or DeviceTimes()
-        self._address = segment.address
-        self._owner = os.getpid()
-        self._pinned: dict[int, int] = {}  # bytes, by the slot's start
+        self._address = address = segment.address
+        self._owner = owner = os.getpid()
+        self._pinned = pinned = dict[int, int]()  # bytes, by the slot's start
         self._events: dict[int, DeviceEvent] = {}  # of leased slots, by their start
-        self._returned: deque[_ReturnedSlot] = deque()
+        self._returned = returned = deque[_ReturnedSlot]()
         self._works = True
+
+        def unlock_all() -> None:  # must not refer to this object
+            if pinned and owner == os.getpid():
+                for event in (*(each.event for each in returned), pinner.record_event()):
+                    event.synchronize()
+                for start in pinned:
+                    pinner.unlock(address + start)
+
         # Not at the end of the process, where the system unpins.
-        segment.before_unmapping(
-            _unlock_all, pinner, segment.address, self._pinned, self._returned, self._owner
-        )
+        segment.before_unmapping(unlock_all)
 
     def lock(self, slot: Slot, nbytes: int) -> None:
         """Pin the first bytes of a slot that the device does not read; after a failure it warns, and pins none."""
@@ -369,18 +367,3 @@ class PinnedSlots:
                 yield returned.slot, returned.used_bytes
             else:
                 self._returned.append(returned)
-
-
-def _unlock_all(
-    pinner: MemoryPinner,
-    address: int,
-    pinned: dict[int, int],
-    returned: deque[_ReturnedSlot],
-    owner: int,
-) -> None:
-    """Unpin all slots of a segment without views, once the device has read them."""
-    if pinned and owner == os.getpid():
-        for event in (*(each.event for each in returned), pinner.record_event()):
-            event.synchronize()
-        for start in pinned:
-            pinner.unlock(address + start)

@@ -1,7 +1,4 @@
-"""Objects of a batch that have no place in its fields: samples of another structure, strings, states, and exceptions.
-
-An exception of a sample or of a collation travels so from the worker to the training loop.
-"""
+"""Objects of a batch outside its fields: samples of another structure, strings, states; exceptions on their way."""
 
 from __future__ import annotations
 
@@ -141,10 +138,7 @@ def slot_overflow_error(slot: Slot) -> SampleError:
 
 
 def reported(error: BaseException) -> Exception:
-    """Return an exception of user code, or a RuntimeError in place of one that is no Exception.
-
-    Raised in the training loop, that would end the program, a generator or a task, and not report a bad sample.
-    """
+    """An exception of user code; one that would end the program, a generator or a task becomes a RuntimeError."""
     if isinstance(error, Exception):
         return error
     ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")

@@ -57,10 +57,7 @@ class Collate:
     def explain(
         self, error: BaseException, samples: Any, indices: Sequence[object], name: str
     ) -> str:
-        """Return lines for the message of an error that a call raised: which samples, where they differ, the remedy.
-
-        ``indices`` are those of the samples, empty if they have none; ``name`` is that of the batch.
-        """
+        """Lines for the message of an error of a batch with a name: which samples, where they differ, the remedy."""
         if self._collate_fn is not collate_in_own_memory:
             return f"  collate_fn was called for {name}."
         try:
@@ -108,10 +105,7 @@ _DETACHED = "Return tensor.detach(): a worker cannot send the graph of its gradi
 
 
 class _Cause(NamedTuple):
-    """Why samples cannot be collated: what is ``found`` in sample ``k`` of the batch, at a place like ``['x'][0]``.
-
-    ``first`` is what the first sample has there, from which it differs; empty: it cannot be collated at all.
-    """
+    """Why samples cannot be collated: what is found at a place of sample ``k``, and in the first if that differs."""
 
     place: str
     k: int

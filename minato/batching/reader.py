@@ -84,10 +84,7 @@ class BatchReader:
         return self._arena.lease(slot, used, self._held[1])
 
     def state(self, batch: int) -> tuple[int, Any] | None:
-        """Return the number of a worker and the state of its dataset, or the exception of ``state_dict()``.
-
-        None if the batch has none. Called before ``read``.
-        """
+        """Before ``read``: number of a worker, and state of its dataset or exception of ``state_dict()``; or None."""
         state: tuple[int, Any] | None = None
         for kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == STATE_BLOB:

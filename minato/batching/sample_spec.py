@@ -1,7 +1,4 @@
-"""The structure of a sample, by the rules of torch's ``default_collate``; whether a copy may take its place.
-
-The worker that made a sample may hand it to another one, which collates its batch, if its copy cannot differ.
-"""
+"""The structure of a sample, by the rules of ``default_collate``; whether another worker may get a copy of it."""
 
 from __future__ import annotations
 
@@ -77,11 +74,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def formats_matter() -> bool:
-    """Return whether ``torch.stack`` may give a batch the memory format of samples with channels last.
-
-    In worker processes it does not, as ``default_collate`` allocates the result there.
-    """
-    return get_worker_info() is None
+    """Return whether ``torch.stack`` may give a batch the memory format of samples with channels last."""
+    return get_worker_info() is None  # in worker processes ``default_collate`` allocates the result
 
 
 def _infer(x: Any, depth: int) -> Spec | None:

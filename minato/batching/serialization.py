@@ -58,10 +58,7 @@ def damaged(subject: str) -> DamagedError:
 
 
 class Store(ABC):
-    """The memory of batches: a segment with their fields, and the objects that are in no field.
-
-    A worker puts objects here, and the process that collates or returns the batch gets them.
-    """
+    """The memory of batches: a segment with their fields, and objects outside them, which workers put for others."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -131,10 +128,7 @@ class SharedStore(Store):
 
 
 def _checked(whole: memoryview, kind: int) -> list[tuple[int, int]]:
-    """Return start and size of the pickle and of each array in the memory of an object.
-
-    The checksum, which raises DamagedError if it does not match, covers no arrays and payloads.
-    """
+    """Start and size of an object's pickle and arrays; DamagedError, by a checksum without arrays and payloads."""
     nbytes = len(whole)
     if nbytes >= _TOP.size:
         arrays, payloads, checksum, start, size = _TOP.unpack_from(whole)

@@ -331,12 +331,9 @@ class BatchWriter:
             if fields is None and whole:
                 self._collate(batch, samples)
             elif fields is None:
-                begun_ns, known = now_ns(), self.handover_ns
+                begun_ns = now_ns()
                 self._attach(batch, k, indices, samples)
-                cost_ns = (now_ns() - begun_ns) / len(samples)
-                # A process that had to wait for a core raises it little.
-                raised = known + (cost_ns - known) / 16
-                self.handover_ns = min(cost_ns, raised) if known else cost_ns
+                self._note_handover((now_ns() - begun_ns) / len(samples))
             elif len(samples) == 1 or not fields.packer.pack_run(
                 samples, self._segment.address + fields.offset, k
             ):
@@ -382,13 +379,14 @@ class BatchWriter:
         if handover is not None and handover.answer is None and type(result) is list:
             handover.settle(are_plain(result))
 
+    def _note_handover(self, cost_ns: float) -> None:
+        known = self.handover_ns  # a process that had to wait for a core raises it little
+        self.handover_ns = min(cost_ns, known + (cost_ns - known) / 16) if known else cost_ns
+
     # ---- collation
 
     def _collated(self, batch: int, gather: Callable[[], object]) -> tuple[int, int]:
-        """Collate the samples of a batch, or what one call of the dataset has returned in their place.
-
-        Returns offset with kind, and size in bytes, of the batch, or of its error; a skip where all are skipped.
-        """
+        """Collate what ``gather`` returns; gives offset with kind, and bytes, of the batch, its error, or a skip."""
         # If this process dies now, the lease says that it collated this batch and ran no sample.
         lease = self._ledger.lease
         before = lease.state()

@@ -45,11 +45,7 @@ class _Refused(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 1 after a failure or a limit that the doctor finds, 2 for wrong arguments."""
-    own, of_script = list(sys.argv[1:] if arguments is None else arguments), list[str]()
-    if own[:1] == ["run"]:
-        own, of_script = run.divided(own)
-    options = _parser().parse_args(own)
-    options.arguments = of_script
+    options = _parsed(sys.argv[1:] if arguments is None else arguments)
     if options.is_script:  # its exceptions and exit status are those of the script
         options.run(options)
         return 0
@@ -72,6 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"minato: {options.failed.format(printable(_in_a_line(error)))}", file=sys.stderr)
         return 1
     return status or 0
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    own, of_script = list(arguments), list[str]()
+    if own[:1] == ["run"]:
+        own, of_script = run.divided(own)
+    options = _parser().parse_args(own)
+    options.arguments = of_script
+    return options
 
 
 def _in_a_line(error: Exception) -> str:

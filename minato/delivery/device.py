@@ -1,7 +1,4 @@
-"""Reads the next batches early, and copies them while the training computes.
-
-To a device by pinned memory, streams and events; to pinned memory in a thread.
-"""
+"""Reads the next batches early, and copies them to a device or to pinned memory while the training computes."""
 
 from __future__ import annotations
 
@@ -385,15 +382,9 @@ def device_copier(
     accelerator = accelerator_of(device)
     if accelerator.pins_memory:
         arena.pin_slots(accelerator)
-    slots, times = arena.pinned_slots, arena.device_times
-    if slots is None:
-        return DeviceCopier(accelerator, times=times, tracer=tracer)
-    return DeviceCopier(
-        accelerator,
-        lambda slot, _, end: slots.in_use_until(slot, end),
-        times=times,
-        tracer=tracer,
-    )
+    slots = arena.pinned_slots
+    keep = None if slots is None else lambda slot, _, end: slots.in_use_until(slot, end)
+    return DeviceCopier(accelerator, keep, times=arena.device_times, tracer=tracer)
 
 
 def copy_batch(

@@ -1,7 +1,7 @@
 """Epochs that end after as many batches in every rank, where nobody knows how many each has.
 
-A thread of each process tells the others, by a store of torch.distributed, how many batches its rank surely has. In
-steady state no rank waits for that, as each holds a few batches back.
+A thread tells the other ranks, by a store of torch.distributed, how many its rank surely has. As each holds a few back,
+none waits for that in steady state.
 """
 
 from __future__ import annotations
@@ -69,18 +69,15 @@ class Channel:
 
     The training loop writes ``promised``, then ``ended``, and reads the rest, which the thread writes.
 
-    Args:
-        name: Of the epoch, the same in all ranks.
-        shortest: The epoch ends with the first rank that has no more; otherwise with the last one.
+    The ``name`` of the epoch is the same in all ranks. It ends with the first rank that has no more if ``shortest``,
+    otherwise with the last one.
 
     Attributes:
-        promised: Number of batches that this rank surely has.
-        ended: Whether it has no more.
+        promised: Number of batches that this rank surely has; if it has ``ended``, in all.
         given: Number of batches that the training loop has.
         waits_since: Since when the training loop waits; None: it does not.
         agreed: With ``shortest``, number of batches that all ranks have; otherwise that the longest one has.
         is_over: No rank gets more than that.
-        error: Why the epoch cannot go on.
         is_open: The thread knows it.
         is_done: The epoch is over in this rank …
         has_told_end: … as the others can know …
@@ -219,12 +216,9 @@ class _Service:
 
     The training loop takes no lock, which a signal's handler could leave locked.
 
-    Attributes:
-        open: The channels of epochs that go on.
-        closing: Those of epochs that are over, maybe not for all ranks.
-        sources: The sources of batches, which are made in the same sequence in all ranks.
-        turns: Number of rounds of talk with the store; 0: this rank takes no part.
-        failure: Why the thread has ended, or ends once the store answers.
+    Channels are ``open``, or ``closing`` once they are over here. The sources of batches are made in the same sequence
+    in all ranks. ``turns`` counts the talks with the store; 0: this rank takes no part. ``failure`` says why the thread
+    has ended, or ends once the store answers.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:

@@ -1,7 +1,7 @@
 """The use of the GPUs, sampled ten times a second by a separate process, which runs this file.
 
-A process of its own keeps slow calls of the driver out of the training process. It imports nothing of minato, so that
-it starts quickly, adds the values in shared memory, and ends with the process that started it.
+So slow calls of the driver stay out of the training. It imports nothing of minato, to start quickly, adds the values in
+shared memory, and ends with the process that started it.
 """
 
 from __future__ import annotations

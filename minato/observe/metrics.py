@@ -1,7 +1,6 @@
 """The metrics of a loader: name, kind, unit and meaning of each, their values at one moment, and their address.
 
-For Prometheus they are served at an address of this machine: ``prometheus_client`` writes them, this module collects.
-The loggers of trainers get them under other names.
+``prometheus_client`` writes them for Prometheus, at an address of this machine. Loggers of trainers get them, too.
 """
 
 from __future__ import annotations
@@ -385,7 +384,7 @@ def checked(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def metrics_of(found: object, prefix: str, names: Sequence[str]) -> dict[str, float]:
-    """Some metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each."""
+    """Some metrics of loaders, with a prefix, of several also with their names; ValueError: ``observe=False``."""
     loaders = list(loaders_in(found))
     values: dict[str, float] = {}
     for number, loader in enumerate(loaders):

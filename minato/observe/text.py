@@ -1,7 +1,4 @@
-"""A report as text: values with their units, six figures between verdict and advice, and tables of all details.
-
-And the reports of a program as a page of HTML.
-"""
+"""A report as text: values with units, six figures, tables of all details; and reports as a page of HTML."""
 
 from __future__ import annotations
 

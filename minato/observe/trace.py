@@ -63,10 +63,7 @@ class Trace:
         return open_lines(self._path, b'[\n{"ph":', "a trace (Observe(trace=...))")
 
     def take(self) -> Tracks | None:
-        """Tracks for a new engine; those of an engine that has ended are reused.
-
-        None if the file of an environment variable cannot be written or has other content, which is a warning.
-        """
+        """Tracks for a new engine, reused ones too; None, with a warning, if the file of ``variable`` is unfit."""
         path = self._path
         if self._begun != path:
             try:

@@ -26,10 +26,9 @@ class BatchStorage(NamedTuple):
 
 @dataclass(eq=False)
 class OpenEpoch:
-    """An epoch some of whose batches are open, with its slot in the ledger.
+    """An epoch some of whose batches are open, with its slot in the ledger and the seed of its samples.
 
-    The randomness of its samples starts from ``seed``. ``start`` is the position of the first; None until its batch is
-    open. ``progress`` records the samples; None while they are prefetched.
+    ``start`` is the position of the first; None until its batch is open. ``progress`` is None while it is prefetched.
     """
 
     number: int
@@ -50,7 +49,6 @@ class OpenBatch:
         bound: Whether its samples keep their places.
         opened_ns, found_ns: When it was opened, and ``next()`` chose it; 0 if no trace is recorded.
         retired: Whether its record is free.
-        drawn: As it was drawn from the sampler.
         first: Position of its first sample.
         records: Functions that record it when the training loop has it; None before ``next()`` has prepared that.
         is_empty: Whether it is complete without samples to return; None: not known yet.

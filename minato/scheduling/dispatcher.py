@@ -76,9 +76,7 @@ class ConsumerWait:
     """How long the training loop waits, and how many batches are ready for it.
 
     Attributes:
-        waited_ns: Total time of its waits for batches, without the present one.
-        waiting_since_ns: Start of the present wait, 0 if there is none.
-        delivered: Batches that it got.
+        waited_ns: Total time of its waits for batches, without the present one since ``waiting_since_ns``; 0: none.
         watched: Whether ``ready`` and ``ending`` are kept up to date.
         ready: Batches that were ready at the last call of ``next()``.
         ending: Whether nothing is left to open, so that workers soon idle.
@@ -105,10 +103,8 @@ class Schedule(NamedTuple):
     """What a dispatcher does.
 
     Attributes:
-        early_start: Starts slow samples before those that precede them.
         handover: Whether samples may be collated by another worker than the one that made them; None: they may.
-        timeout_s: torch's ``timeout``; 0: none.
-        explain: Names the running samples, for the error of the timeout.
+        timeout_s: torch's ``timeout``, whose error ``explain`` has name the running samples; 0: none.
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
         offers_items: Whether workers offer the items of an iterable dataset to each other, in a slot of their batch.
         drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
@@ -396,7 +392,7 @@ class Dispatcher:
         self._retiring.discard(item)
 
     def records(self, item: OpenBatch) -> list[Callable[[], object]]:
-        """Functions that record a batch, or its error, for when the training loop has it; again without harm."""
+        """Functions that record a batch, or its error, once it is given; they need no ledger, and may be repeated."""
         counts = self._assignment.returns(item.owner)
         return [*self._retiring.records(item), *([] if counts is None else [counts])]
 

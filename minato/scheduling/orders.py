@@ -137,7 +137,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Hosts(Assignment):
-    """A batch of an iterable dataset is for the worker that hosts its reader: the i-th of a rank, i modulo ``count``.
+    """A batch of an iterable dataset is for the host of its reader: the i-th of a rank, i modulo ``count``.
 
     With ``count`` 0 that is none of the workers, with a number after theirs. ``ranks`` share the readers.
     """

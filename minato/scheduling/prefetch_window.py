@@ -26,13 +26,12 @@ class PrefetchWindow:
     the loop uses up small batches so fast that opening them, and waking workers for them, would take most of the time.
 
     Args:
-        budget_bytes: Limit of the batches in flight together.
+        budget_bytes: Limit of the batches in flight together, which all windows of this process that have ``shares``
+            divide among them until ``release_budget``.
         max_batches: Number of batches that no window exceeds, or None.
         concurrent_batches: Batches whose samples the workers run concurrently. A window that is not fixed starts with
             at least this number and one per worker.
         slow_start: Returned batches per batch by which the window grows, from one on; None: it starts at full size.
-        shares: Whether ``budget_bytes`` is divided among all windows of this process that share theirs, until
-            ``release_budget``.
 
     Attributes:
         limit: Largest number of batches in flight now.

@@ -62,10 +62,8 @@ class SlowThreshold:
         percentile: Share of samples that are fast, between 0 and 1; 0.75 as in the MinatoLoader paper.
         fixed_s: A threshold in seconds in place of all statistics, from the first sample on.
         known: The ``recent`` costs of an earlier run, which replace the warm-up.
-        warm_up_samples: No sample is slow before this number of samples is known …
-        warm_up_s: … or this number of seconds is over, whichever comes first.
-        pane_samples: Samples between two updates of the threshold.
-        panes: Number of updates whose samples count for the threshold.
+        warm_up_samples, warm_up_s: No sample is slow before this number of samples is known, or of seconds is over.
+        pane_samples: Samples between two updates of the threshold, for which those of the last ``panes`` count.
 
     Attributes:
         fall_back: The percentile in force while too many samples are slow: 0.90 for 0.75.

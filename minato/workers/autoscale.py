@@ -101,12 +101,10 @@ class ControllerState:
     Attributes:
         why: The reason of the last decision: ``start``, ``grow``, ``shrink``, ``revert``, ``settle`` (what the last
             change brings is awaited), ``cpu-bound``, ``at limit`` or ``steady``.
-        ready_average: Moving average of the ready share (``paper``).
         trial: Workers and samples per second before the last change, until that is judged.
         settled: Whether the period after the change begins.
         quiet: Periods in a row in which the consumer had enough.
-        range: Fewest and most workers while trials that failed are remembered.
-        hold: Remaining periods of ``range``.
+        range: Fewest and most workers for ``hold`` more periods, while trials that failed are remembered.
         setbacks: Number of consecutive trials that were reverted.
     """
 
@@ -128,10 +126,7 @@ def formula_2(settings: ControllerSettings, ready_share: float, cpu_share: float
 
 
 def formula_1(settings: ControllerSettings, workers: int, delta: float) -> int:
-    """The paper's Formula 1: min(max_workers, max(1, workers + Δ)).
-
-    Δ is a real number; the paper does not say how it becomes whole. Here halves are rounded away from zero.
-    """
+    """The paper's Formula 1: min(max_workers, max(1, workers + Δ)), with halves of Δ rounded away from zero."""
     rounded = int(math.copysign(math.floor(abs(delta) + 0.5), delta))
     return min(settings.most, max(settings.least, workers + rounded))
 

@@ -316,10 +316,9 @@ class HostWorker(Worker):
                 writer.deliver_short(lease.batch, samples)
             else:
                 names: list[Any] = keys if error is None else list(map(item_of, keys))
-                missing = count - found if error is None else 0
-                writer.deliver(
-                    lease.batch, lease.k, names, [*samples, *[SKIP] * missing], error, whole=whole
-                )
+                if error is None:
+                    samples += [SKIP] * (count - found)
+                writer.deliver(lease.batch, lease.k, names, samples, error, whole=whole)
         host.release()
 
     def _samples(self, record: BatchRecord, position: int, keys: Keys) -> Ran:

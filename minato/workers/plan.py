@@ -55,8 +55,7 @@ class ReaderPlan(NamedTuple):
     """The readers of an iterable dataset.
 
     Attributes:
-        number: How many there are, in all ranks.
-        own: The numbers of this rank's; those of one rank have the same distance from each other.
+        own: The numbers of this rank's, out of ``number``; they have the same distance from each other.
         hosts: Number of workers that host them: the i-th of ``own`` is hosted by worker i modulo ``hosts``. 0: a thread
             of the training process hosts them.
         announces: Each has worker info, seeds and generators of its own. If not, the only one reads the dataset as it
@@ -64,9 +63,8 @@ class ReaderPlan(NamedTuple):
         batch: Number of items in the batches of one reader; 1: single items.
         skips: Items that raise are left out, or replaced.
         every: Number of batches after which a reader sends its state; None: never; ``auto``: as often as that is cheap.
-        slots: Where the states are, and go; None: the training process has them itself.
-        starts: With which it then begins or resumes the epoch, for each reader; None: its copy of the dataset is as it
-            is.
+        slots: Where the states are, and go; None: the training process has them itself, as ``starts``. A reader whose
+            state is None begins with its copy of the dataset as it is.
         rereads: A reader whose worker has died reads from where the epoch began, whatever states there are.
     """
 
@@ -92,7 +90,6 @@ class WorkerPlan(NamedTuple):
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         round_robin: Batch k is for worker k mod n, as in torch.
         dataset_states: The states of the workers' copies of a map-style dataset that has a state.
-        readers: The readers of an iterable dataset.
         stats: Times are measured for a report, and the slowest samples are kept.
         times_items: There is a time limit: a lease names each item that a reader is asked for, not the first of some.
     """

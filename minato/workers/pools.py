@@ -46,8 +46,7 @@ _GRACE_S = 4.0
 class WorkerPool(ABC):
     """The workers of an engine: processes of this machine or threads, which are started, watched and ended together.
 
-    ``shut_down`` ends all workers, and returns whether all have ended; it refers neither to the loader nor to an object
-    that does.
+    ``shut_down`` ends all, and returns whether all have ended; nothing that it refers to refers to the loader.
     """
 
     processes: Sequence[BaseProcess] = ()

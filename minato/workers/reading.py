@@ -1,7 +1,6 @@
 """Readers: each is an iterator over its own copy of an iterable dataset, with the identity of one of torch's workers.
 
-A worker hosts the readers whose number modulo the number of hosts is its own. Without workers, the training loop hosts
-all of them.
+A worker hosts those whose number modulo the number of hosts is its own; without workers, the training loop all.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class Reader:
         end: Ordinal at which it has ended; None: it has not.
         died: Whether it has ended because its generator had raised.
         taken: The items of the last call of ``take``, which an interruption does not lose.
-        watches: Whether it computes the checksums.
-        digest: Checksum of what it has given so far: of one item of a few, as that takes time.
+        digest: Checksum of what it has given so far if it ``watches``: of one item of a few, as that takes time.
         first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
         on_next: Called before each call of the iterator, with the number of items that ``take`` has; None: it is not.
@@ -678,10 +676,7 @@ class Host:
         epoch: int,
         on_next: Callable[[int], None] | None = None,
     ) -> Taken:
-        """The items with ascending keys of one reader, whose ``turn`` it is, in the epoch's slot of the ledger.
-
-        ``on_next`` is called before each call of the iterator, with the number of items that are there.
-        """
+        """The items with ascending keys of one reader, whose ``turn`` it is; ``on_next``: see :class:`Reader`."""
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
         reader.on_next = on_next

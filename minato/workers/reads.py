@@ -1,7 +1,4 @@
-"""Reads in flight: several samples at once, in threads or as coroutines; several batches, by the dataset's library.
-
-Their limit is that of all workers; a read that takes long is hedged by a second request.
-"""
+"""Reads in flight: several samples, in threads or as coroutines, or batches; their limit, and second requests."""
 
 from __future__ import annotations
 
@@ -355,14 +352,14 @@ class BegunLists(Reads):
     memory and processor time. A read that was alone in flight is measured, at most every tenth of a second.
 
     Nothing runs in a thread of ours: a read that cannot begin counts as finished, and has nothing ``complete``.
-    ``busy_ns`` returns how long the threads of the worker have run, or were ready to run; None: nobody knows.
+    ``busy_ns`` returns how long the threads of the worker have run, or were ready to run; 0: nobody knows.
     """
 
-    def __init__(self, begin: _Begin, busy_ns: Callable[[], int] | None = None) -> None:
+    def __init__(self, begin: _Begin, busy_ns: Callable[[], int] = int) -> None:
         # 1 as long as none could begin, too: then a worker reads one batch after the other.
         super().__init__(1)
         self._begin = begin
-        self._busy_ns = busy_ns or (lambda: 0)
+        self._busy_ns = busy_ns
         self._alone: Read | None = None
         self._busy_before_ns = self._measured_ns = 0
         self._waited_ns = self._taken_ns = 0
@@ -473,10 +470,7 @@ class Hedging:
 
 
 class InFlight:
-    """The reads of one worker: those that wait for the limits, those that have begun, and second requests.
-
-    ``positions`` has the first requests that are not complete, with their positions, the oldest first.
-    """
+    """The reads of a worker, and their ``positions`` until they are complete, without second requests, oldest first."""
 
     def __init__(
         self, number: int, reads: Reads, read_limit: SharedReadLimit, options: FetchOptions

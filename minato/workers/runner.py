@@ -1,7 +1,6 @@
 """Running samples: their randomness, costs and slices in a trace.
 
-A sample may run stage by stage, the dataset and then each transform, with a clock in between. A worker may defer a slow
-sample between two transforms, and resume it later.
+Stage by stage, the dataset and then each transform, with a clock in between, a slow one may be deferred and resumed.
 """
 
 from __future__ import annotations
@@ -269,7 +268,7 @@ class CostEstimate:
     """A worker's estimate of the samples that it runs.
 
     ``mean_ns`` is the moving average of their cost. ``draws`` and ``collate_draws`` tell whether samples, or
-    ``collate_fn``, draw random numbers that are bound; None while so many are ``watched`` that it is unknown.
+    ``collate_fn``, draw random numbers that are bound; None while they are ``watched`` and it is unknown.
     ``has_looked``: it has looked for generators that its first sample made.
     """
 

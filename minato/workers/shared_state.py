@@ -1,7 +1,4 @@
-"""The shared segment of the training process and its workers: ledger, meters, active workers, read limit, handover.
-
-The leases in the ledger say what each worker runs: a sample, or the collation of a batch.
-"""
+"""The shared segment: ledger with leases, meters, active workers, read limit, handover; what each worker runs."""
 
 from __future__ import annotations
 
@@ -159,8 +156,7 @@ class SharedLayout(NamedTuple):
 class SharedState:
     """The parts of the segment in one process.
 
-    ``ready`` and ``work`` count batches that have become ready, and samples that have become available. ``handover``
-    says whether workers may hand samples over to each other, and ``board`` what the hosts of readers say of these.
+    ``ready`` and ``work`` count batches that are ready, and available samples; the ``board`` is that of readers.
     """
 
     def __init__(self, layout: SharedLayout, ledger: ConsumerLedger | None = None) -> None:

@@ -104,10 +104,7 @@ class ExitWatch:
         self._wake: _Pipe
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Add a process that has just started, with the caller's number for it, once; ``run`` watches it.
-
-        Call it before the next start, which reaps processes that have ended.
-        """
+        """Add a process that has just started, before the next start, which reaps; ``run`` watches it."""
         if self._latest.get(number) is process:
             return
         descriptor = self._descriptor(process)
@@ -487,10 +484,7 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
 
 
 class StartedProcesses:
-    """The processes of a pool that were started, or are being started; ends them.
-
-    ``is_over``: ``shut_down`` was called. ``borrower`` stands for them where memory that they may read is kept.
-    """
+    """The processes of a pool that were started; ends them. The ``borrower`` keeps memory that they may read."""
 
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
         self.borrower = Borrower()

@@ -102,10 +102,7 @@ class WorkerContext:
         host: Host | None = None,
         kind: type[HostWorker] = HostWorker,
     ) -> Worker:
-        """Make a worker, of a ``kind`` if it hosts readers.
-
-        ``remote_reads`` makes, of lease and meters, reads that return complete samples of another machine.
-        """
+        """Make a worker, of a ``kind`` if it hosts readers; ``remote_reads`` makes reads on another machine."""
         plan, number = self.plan, ledger.number
         reads = remote_reads and remote_reads(ledger.lease, state.meters(number))
         fetcher = fetcher_of(plan, reads)
@@ -317,10 +314,7 @@ def host_of(plan: WorkerPlan, number: int, state: SharedState) -> Host | None:
 
 
 def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Exception | None:
-    """Prepare worker ``number``; returns its error, which becomes that of its first sample.
-
-    Each reader of its host is prepared as one of torch's workers; a worker without any is one itself.
-    """
+    """Prepare a worker, or each reader of its host, as one of torch's; returns the error of its first sample."""
     owner = os.getpid()
     failure: Exception | None = None
     if host is not None:
