@@ -150,6 +150,8 @@ class StateSnapshot:
     The memory must outlive the snapshot.
     """
 
+    __slots__ = "_copies", "_parts", "_spans", "rests"
+
     def __init__(
         self, spans: list[tuple[int, int]], rests: Iterable[Callable[[], object]] = ()
     ) -> None:

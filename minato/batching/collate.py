@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -74,15 +74,15 @@ _UNCHANGED = {id(kind) for kind in (torch.Tensor, str, bytes, int, float, bool, 
 """By id: the class of a class may forbid to be asked."""
 
 
-def convert(sample: Any) -> Any:
+def convert(sample: object) -> Any:
     """What torch's ``default_convert`` makes of a single sample, up to ten times as fast for lists of numbers."""
-    kind = type(sample)
+    kind, parts = type(sample), cast(Any, sample)
     if id(kind) in _UNCHANGED:
         return sample
     if kind is tuple or kind is list:
-        return [convert(part) for part in sample]
+        return [convert(part) for part in parts]
     if kind is dict:
-        return {key: convert(part) for key, part in sample.items()}
+        return {key: convert(part) for key, part in parts.items()}
     return default_convert(sample)
 
 
