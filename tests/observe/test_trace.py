@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,15 @@ from tests.datasets import (
     Sleepy,
     Stream,
     double,
+    flat,
+    indices,
     plus_one,
     wait_until,
 )
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
 from tests.edges.test_forks import code_of, forked
-from tests.observe.events import check_nesting, names, parents, read, samples, tracks
+from tests.observe.events import Event, check_nesting, names, parents, read, samples, tracks
 
 SIZE, BATCH = 24, 4
 
@@ -50,6 +53,27 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that other programs hold up is not ended before it has written its last lines."""
     monkeypatch.setattr(supervision, "_GRACE_S", 60.0)
     monkeypatch.setattr(pools, "_GRACE_S", 60.0)
+
+
+def whole(path: Path) -> list[Event]:
+    events = read(path)
+    check_nesting(events)
+    return events
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Callable[..., list[Event]]:
+    """The events of a loader that has run and is gone."""
+    paths = (tmp_path / f"run-{number}.json" for number in itertools.count())
+
+    def trace(dataset: Any, size: int = BATCH, epochs: int = 1, **options: Any) -> list[Event]:
+        run(
+            DataLoader(dataset, size, observe=Observe(trace=(path := next(paths))), **options),
+            epochs,
+        )
+        return whole(path)
+
+    return trace
 
 
 class DrawsLate(Numbers):
@@ -62,13 +86,11 @@ class DrawsLate(Numbers):
 
 
 class Unsendable(Sleepy):
-    """Gives functions that no other process can be sent, from a sample on."""
-
-    first = 0
+    """Gives functions that no other process can be sent, in its second half."""
 
     def __getitem__(self, index: int) -> Any:
         super().__getitem__(index)
-        return (lambda: index) if index >= self.first else index
+        return (lambda: index) if index > self.size // 2 else index
 
 
 class DiesOnce(Sleepy):
@@ -136,31 +158,19 @@ ATTEMPTS = 10
 """Runs, one of which has what happens unless other programs hold a process up for long."""
 
 
-def test_waiting_for_a_batch_is_told(tmp_path: Path) -> None:
-    for attempt in range(ATTEMPTS):
-        path = tmp_path / f"run-{attempt}.json"
-        run(DataLoader(Sleepy(8, 0.03), 4, num_workers=1, observe=Observe(trace=path)))
-        if waits := parents(tracks(read(path))["training loop"], "wait"):
+def test_waiting_for_a_batch_is_told(traced: Any) -> None:
+    for _ in range(ATTEMPTS):
+        events = traced(Sleepy(8, 0.03), num_workers=1)
+        if waits := parents(tracks(events)["training loop"], "wait"):
             assert set(waits) == {"next()"}
             return
     pytest.fail("the loop never waited")
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    loader: Any = DataLoader(
-        Filled(SIZE, 8),
-        BATCH,
-        observe=Observe(trace=path),
-        transforms=[double, plus_one],
-        **workers,
-    )
+def test_each_sample_is_told_once(workers: dict[str, Any], traced: Any) -> None:
     epochs = 1 if "multiprocessing_context" in workers else 2
-    run(loader, epochs)
-    del loader
-    events = read(path)
-    check_nesting(events)
+    events = traced(Filled(SIZE, 8), epochs=epochs, transforms=[double, plus_one], **workers)
     told_samples = samples(events)
     assert set(told_samples.values()) == {1}
     # Of the next epoch, which may have been begun ahead, some too.
@@ -182,8 +192,7 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
     assert [each["batch"] for each in handed] == [*range(batches // epochs)] * epochs
     assert {each["samples"] for each in handed} == {BATCH}
     assert names(events, "b") == names(events, "e") == {"batch": batches}
-    counters = names(events, "C")
-    assert counters.keys() == {
+    assert names(events, "C").keys() == {
         "batches in flight",
         "prefetch window (batches)",
         "workers",
@@ -192,34 +201,20 @@ def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("order", ["batch", "fast_first"])
-def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    loader: Any = DataLoader(
-        Numbers(120),
-        BATCH,
-        num_workers=2,
-        order=order,
-        stragglers=StragglerPolicy(after_s=0.01),
-        transforms=[slow_step, plus_one],
-        observe=Observe(trace=path),
-    )
-    run(loader)
-    events = read(path)
-    check_nesting(events)
+def test_a_sample_that_was_deferred_is_told_once(order: str, traced: Any) -> None:
+    options = {"stragglers": StragglerPolicy(after_s=0.01), "transforms": [slow_step, plus_one]}
+    events = traced(Numbers(120), num_workers=2, order=order, **options)
     assert samples(events) == once(1, 120)
     if order == "fast_first":
         assert samples(events, "sample (deferred)")
 
 
 def test_samples_that_are_run_again_are_told_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    traced: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only cheap samples are run before it is known whether they draw: here all are, however long they take.
     monkeypatch.setattr(runner, "_WORTH_BINDING_NS", 1 << 60)
-    path = tmp_path / "run.json"
-    run(DataLoader(DrawsLate(2000), 250, seed=1, observe=Observe(trace=path), shuffle=False))
-    events = read(path)
-    check_nesting(events)
+    events = traced(DrawsLate(2000), 250, seed=1, shuffle=False)
     assert samples(events) == once(1, 2000)
     assert samples(events, "sample (repeated)")
 
@@ -229,35 +224,21 @@ def test_samples_that_run_again_to_be_collated_count_once(
 ) -> None:
     # A machine that stores samples slowly would count these as cheap: one worker would run whole batches.
     monkeypatch.setattr(worker, "_HANDOVERS", 0)
-    dataset = Unsendable(SIZE, 0.01)
-    dataset.first = SIZE // 2 + 1
     for attempt in range(ATTEMPTS):
-        path = tmp_path / f"run-{attempt}.json"
-        loader: Any = DataLoader(
-            dataset, BATCH, num_workers=2, collate_fn=called, observe=Observe(trace=path)
-        )
-        assert [value for batch in loader for value in batch] == [*range(SIZE)]
-        del loader
-        events = read(path)
-        check_nesting(events)
+        observe = Observe(trace=(path := tmp_path / f"run-{attempt}.json"))
+        dataset, options = Unsendable(SIZE, 0.01), {"num_workers": 2, "collate_fn": called}
+        assert flat(DataLoader(dataset, BATCH, observe=observe, **options)) == [*range(SIZE)]
+        events = whole(path)
         assert samples(events) == once(1)
         if samples(events, "sample (repeated)"):
             return
     pytest.fail("one worker ran all samples of each batch")
 
 
-def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    loader: Any = DataLoader(
-        Failing(SIZE, {3: ValueError}),
-        BATCH,
-        errors=ErrorPolicy(on_error="skip", retries=1),
-        observe=Observe(trace=path),
-    )
+def test_what_raised_is_told_with_its_error(traced: Any) -> None:
+    policy = ErrorPolicy(on_error="skip", retries=1)
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
-        run(loader)
-    events = read(path)
-    check_nesting(events)
+        events = traced(Failing(SIZE, {3: ValueError}), errors=policy)
     assert samples(events, "sample (failed)") == {(0, 3): 2}
     errors = [event["args"]["error"] for event in events if "error" in event.get("args", {})]
     assert errors == ["ValueError"] * 2
@@ -266,30 +247,15 @@ def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dataset", [Lists(SIZE), Stream(SIZE)], ids=["lists", "stream"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_that_come_as_a_whole(dataset: Any, num_workers: int, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    run(DataLoader(dataset, BATCH, num_workers=num_workers, observe=Observe(trace=path)))
-    events = read(path)
-    check_nesting(events)
+def test_batches_that_come_as_a_whole(dataset: Any, num_workers: int, traced: Any) -> None:
+    events = traced(dataset, num_workers=num_workers)
     counts = [event["args"]["count"] for event in events if event["name"] == "samples"]
     assert counts == [BATCH] * (SIZE // BATCH)
     assert names(events)["copy"] == SIZE // BATCH
 
 
-def test_reads_that_overlap(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    dataset = Sleepy(SIZE, 0.01)
-    loader: Any = DataLoader(
-        dataset,
-        BATCH,
-        num_workers=1,
-        fetch_concurrency=4,
-        transforms=[double],
-        observe=Observe(trace=path),
-    )
-    run(loader)
-    events = read(path)
-    check_nesting(events)
+def test_reads_that_overlap(traced: Any) -> None:
+    events = traced(Sleepy(SIZE, 0.01), num_workers=1, fetch_concurrency=4, transforms=[double])
     assert samples(events) == once(1)
     assert names(events, "b") == {"read": SIZE, "batch": SIZE // BATCH}
     worker = tracks(events)["worker 0"]
@@ -297,11 +263,9 @@ def test_reads_that_overlap(tmp_path: Path) -> None:
     assert "wait (for reads)" in {each.name for each in worker}
 
 
-def test_keys_that_are_no_integers_and_own_collation(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    dataset: Any = {'a "b"': 1, "é": 2}
-    run(DataLoader(dataset, 2, sampler=list(dataset), collate_fn=list, observe=Observe(trace=path)))
-    events = read(path)
+def test_keys_that_are_no_integers_and_own_collation(traced: Any) -> None:
+    dataset = {'a "b"': 1, "é": 2}
+    events = traced(dataset, 2, sampler=list(dataset), collate_fn=list)
     assert samples(events) == {(0, 'a "b"'): 1, (0, "é"): 1}
     assert names(events)["collate"] == 1
 
@@ -312,9 +276,7 @@ def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
     for _ in zip(loader, loader, strict=True):
         pass
     run(loader)
-    events = read(path)
-    check_nesting(events)
-    assert tracks(events).keys() == {
+    assert tracks(whole(path)).keys() == {
         "training loop",
         "worker 0",
         "training loop of iterator 1",
@@ -322,17 +284,12 @@ def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
     }
 
 
-def test_a_worker_that_is_killed_leaves_a_readable_trace(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    dataset = DiesOnce(80, tmp_path / "mark")
+def test_a_worker_that_is_killed_leaves_a_readable_trace(traced: Any, tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="is killed by signal"):
-        run(DataLoader(dataset, BATCH, num_workers=2, observe=Observe(trace=path)))
-    events = read(path)
-    check_nesting(events)
+        events = traced(DiesOnce(80, tmp_path / "mark"), num_workers=2)
     assert set(samples(events)) == set(once(1, 80))
-    instants = [name for name in names(events, "i") if "has died" in name]
-    assert len(instants) == 1
-    assert "exit code -9" in instants[0]
+    (death,) = (name for name in names(events, "i") if "has died" in name)
+    assert "exit code -9" in death
 
 
 def test_a_training_process_that_is_killed_leaves_a_readable_trace(tmp_path: Path) -> None:
@@ -343,71 +300,48 @@ def test_a_training_process_that_is_killed_leaves_a_readable_trace(tmp_path: Pat
     assert process.exitcode == -signal.SIGKILL
     # Its workers live a little longer, and tell of a sample after they have handed it on.
     wait_until(lambda: set(samples(read(path))) >= set(once(1, 21 * BATCH)))
-    events = read(path)
-    check_nesting(events)
-    told = [event for event in events if event["name"] == "next()"]
-    assert [event["args"]["batch"] for event in told] == [*range(21)]
+    told = [event["args"]["batch"] for event in whole(path) if event["name"] == "next()"]
+    assert told == [*range(21)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_file_is_bounded(
-    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_workers: int, traced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 20_000
     monkeypatch.setattr(trace_module, "LIMIT_BYTES", limit)
-    path = tmp_path / "run.json"
-    loader: Any = DataLoader(
-        Sleepy(200, 0.0005),
-        BATCH,
-        num_workers=num_workers,
-        order="batch",
-        observe=Observe(trace=path),
-    )
-    run(loader, 2)
+    events = traced(Sleepy(200, 0.0005), epochs=2, num_workers=num_workers, order="batch")
+    (path,) = tmp_path.iterdir()
     # The last line of each track says that it is one, and two workers may look at the size at once.
     assert limit - 3000 < path.stat().st_size < limit + 5000
-    events = read(path)
-    check_nesting(events)
     last = f"the trace is full ({limit} bytes): nothing more of this track"
     assert names(events, "i")[last] >= 1 + num_workers
 
 
 def test_an_epoch_that_is_abandoned(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(
-        Sleepy(60, 0.001),
-        BATCH,
-        num_workers=2,
-        persistent_workers=True,
-        observe=Observe(trace=path),
-    )
+    options = {"num_workers": 2, "persistent_workers": True}
+    loader: Any = DataLoader(Sleepy(60, 0.001), BATCH, observe=Observe(trace=path), **options)
     for _ in range(3):
         next(iter(loader))
     run(loader)
     del loader
-    events = read(path)
-    check_nesting(events)
-    assert all(samples(events)[3, index] == 1 for index in range(60))
+    told = samples(whole(path))
+    assert all(told[3, index] == 1 for index in range(60))
 
 
-def test_headroom_is_not_traced(tmp_path: Path) -> None:
+def test_the_file_is_made_anew_when_iteration_starts_and_headroom_is_not_traced(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, observe=Observe(trace=path))
-    run(loader)
-    before = path.read_text()
-    run(loader.headroom(2))
-    assert path.read_text() == before
-
-
-def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    run(DataLoader(Numbers(6), 2, observe=Observe(trace=path)))
+    run(first := DataLoader(Numbers(6), 2, observe=Observe(trace=path)))
     another = path.read_text()
-    loader: Any = DataLoader(Numbers(4), 2, observe=Observe(trace=path))
+    run(first.headroom(2))
+    loader: Any = DataLoader(Numbers(4), 2, observe=Observe(stats=False, trace=path))
     assert path.read_text() == another
     assert loader.observe.trace == str(path)
     run(loader)
-    assert samples(read(path)) == once(1, 4)
+    assert samples(read(path)) == once(1, 4)  # without measuring, too
 
 
 def test_without_a_trace_no_call_is_made_for_single_samples(
@@ -434,27 +368,23 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
     assert counts[0] == counts[1] <= 20 * 8
 
 
-def test_without_measure(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    run(DataLoader(Numbers(SIZE), BATCH, observe=Observe(stats=False, trace=path)))
-    assert samples(read(path)) == once(1)
-
-
-def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
+def loop_into(path: Path) -> LoopTrack:
     path.write_text("[\n")
     loop = LoopTrack(Tracks(str(path), 1 << 20, 1, 0, "loader").loop())
     loop.begin(0, None, None)
     loop.started()
+    return loop
+
+
+def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
+    loop = loop_into(path := tmp_path / "run.json")
     for _ in range(2):
         loop.enter()
         loop.leave(4, 16, loader)
         begun_ns = now_ns()
         loop.pinned(now_ns() - begun_ns)
     loop.finish()
-    events = read(path)
-    check_nesting(events)
-    assert names(events)["pin memory"] == 2
+    assert names(whole(path))["pin memory"] == 2
 
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
@@ -465,10 +395,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(b"[\n")
-    loop = LoopTrack(Tracks(str(tmp_path / "run.json"), 1 << 20, 1, 0, "loader").loop())
-    loop.begin(0, None, None)
-    loop.started()
+    loop = loop_into(tmp_path / "run.json")
     loop.enter()
     with (
         file_size_limit(10),
@@ -490,16 +417,12 @@ def test_a_disk_that_fails_from_the_start_costs_the_trace(
         if "Read-only" in message:
             disk.make_read_only()
         with pytest.warns(RuntimeWarning, match=f"the trace ends here: .*{message}"):
-            found = [value for batch in loader for value in batch.tolist()]
-        assert found == list(range(40))
+            assert flat(indices(loader)) == list(range(40))
 
 
-def test_data_pipes_are_refused(tmp_path: Path) -> None:
-    loader: Any = DataLoader(
-        IterableWrapper(range(4)), observe=Observe(trace=tmp_path / "run.json")
-    )
+def test_data_pipes_are_refused(traced: Any) -> None:
     with pytest.raises(ValueError, match="trace=.* is not for data pipes"):
-        iter(loader)
+        traced(IterableWrapper(range(4)))
 
 
 @pytest.mark.large
@@ -544,8 +467,7 @@ def test_copies_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         if number % 2:
             recorder.run()
     del loader
-    events = read(path)
-    check_nesting(events)
+    events = whole(path)
     sends = parents(tracks(events)["training loop"], "send to device")
     assert len(sends) == SIZE // BATCH
     assert set(sends) <= {"next()", "read"}
