@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import os
 import re
@@ -19,7 +18,6 @@ import pytest
 import rich.console
 import rich.file_proxy
 import rich.live
-import torch.utils.data
 import tqdm
 
 import minato
@@ -30,6 +28,7 @@ from tests.observe.terminals import Terminal, terminal
 from tests.subprocesses import children, environment
 
 LONGEST_S = 60.0
+Take = Callable[[], Terminal]
 ENDED = r"Numbers, epoch 0: 40 batches, 80 samples in \S+ [mµ]?s, \S+ samples/s, waiting \S+ %"
 
 
@@ -40,17 +39,18 @@ def patient_views(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def term(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Take]:
+    """Called by a test itself, as pytest sets both streams once more when it begins."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with terminal(rows=40, columns=100) as it:
-        yield it
 
+    def take() -> Terminal:
+        monkeypatch.setattr(sys, "stderr", term.stream)
+        monkeypatch.setattr(sys, "stdout", term.stream)
+        return term
 
-def use(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Called by a test itself, as pytest sets both streams once more when it begins."""
-    monkeypatch.setattr(sys, "stderr", term.stream)
-    monkeypatch.setattr(sys, "stdout", term.stream)
+    with terminal(rows=40, columns=100) as term:
+        yield take
 
 
 def loader_of(size: int = 80, **options: object) -> minato.DataLoader[int]:
@@ -76,6 +76,10 @@ def drawing_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "minato-live"]
 
 
+def rows_of(term: Terminal) -> list[str]:
+    return [row for row in term.all() if row]
+
+
 def assert_gone(term: Terminal) -> None:
     assert panels(term) == 0
     assert not drawing_threads()
@@ -83,10 +87,8 @@ def assert_gone(term: Terminal) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_is_shown_and_leaves_a_line(
-    num_workers: int, term: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(term, monkeypatch)
+def test_an_epoch_is_shown_and_leaves_a_line(num_workers: int, use: Take) -> None:
+    term = use()
     loader = loader_of(num_workers=num_workers)
     with loader.live():
         for number, _ in enumerate(loader):
@@ -106,13 +108,16 @@ def test_an_epoch_is_shown_and_leaves_a_line(
                     until(lambda shown=shown: bool(re.search(shown, "\n".join(term.look()))), term)
         assert_gone(term)
     list(loader)
-    assert [bool(re.fullmatch(ENDED, row)) for row in term.all() if row] == [True]
+    assert [bool(re.fullmatch(ENDED, row)) for row in rows_of(term)] == [True]
 
 
-def test_the_output_of_the_program_scrolls_above(
-    term: Terminal, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("redirected", [False, True])
+def test_the_output_of_the_program_scrolls_above_or_stays_where_it_is_redirected(
+    redirected: bool, use: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(term, monkeypatch)
+    term, log = use(), io.StringIO()
+    if redirected:
+        monkeypatch.setattr(sys, "stdout", log)
     loader = loader_of(num_workers=1)
     with loader.live():
         for number, _ in enumerate(loader):
@@ -123,47 +128,30 @@ def test_the_output_of_the_program_scrolls_above(
             term.look()
             if number == 20:
                 until_panels(term, 1)
-    rows = [row for row in term.all() if row]
-    expected = [f"{name} {number}" for number in range(40) for name in ("line", "error")]
-    assert rows[:-1] == expected
+    kinds = ["error"] if redirected else ["line", "error"]
+    rows = rows_of(term)
+    assert rows[:-1] == [f"{kind} {number}" for number in range(40) for kind in kinds]
     assert re.fullmatch(ENDED, rows[-1])
+    assert log.getvalue().splitlines() == [f"line {number}" for number in range(40 * redirected)]
 
 
-def test_output_that_is_redirected_stays_there(
-    term: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(term, monkeypatch)
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", log)
-    loader = loader_of(num_workers=1)
-    with loader.live():
-        for number, _ in enumerate(loader):
-            if number == 3:
-                until_panels(term, 1)
-                print("for the log")
-    assert log.getvalue() == "for the log\n"
-    assert "for the log" not in "\n".join(term.all())
-
-
-def test_a_progress_bar_stays_whole(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(term, monkeypatch)
+def test_a_progress_bar_stays_whole(use: Take) -> None:
+    term = use()
     loader = loader_of(num_workers=1)
     with loader.live():
         bar = tqdm.tqdm(loader, ncols=60, mininterval=0, file=term.stream)
         assert bar.total == len(loader) == 40
         for _ in bar:
             assert panels(term) == 0
-    rows = [row for row in term.all() if row]
+    rows = rows_of(term)
     assert len(rows) == 2
     assert re.fullmatch(ENDED, rows[0])
     assert re.match(r"100%\|█+\| 40/40 ", rows[1])
 
 
 @pytest.mark.parametrize("how", ["break", "error", "close"])
-def test_an_epoch_that_is_left_is_shown_no_more(
-    how: str, term: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(term, monkeypatch)
+def test_an_epoch_that_is_left_is_shown_no_more(how: str, use: Take) -> None:
+    term = use()
     loader = loader_of(num_workers=1)
     view = loader.live()
     try:
@@ -182,8 +170,8 @@ def test_an_epoch_that_is_left_is_shown_no_more(
     assert "Numbers, epoch 0 (not finished): 1 batches, 2 samples" in term.all()[0]
 
 
-def test_two_loaders_share_the_screen(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(term, monkeypatch)
+def test_two_loaders_share_the_screen(use: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+    term = use()
     monkeypatch.setenv("MINATO_LIVE", "1")
     train, evaluate = loader_of(num_workers=1), loader_of(num_workers=1)
     for first, _ in enumerate(train):
@@ -193,13 +181,13 @@ def test_two_loaders_share_the_screen(term: Terminal, monkeypatch: pytest.Monkey
                 if second == 0:
                     until_panels(term, 2)
     assert_gone(term)
-    assert [bool(re.fullmatch(ENDED, row)) for row in term.all() if row] == [True, True]
+    assert [bool(re.fullmatch(ENDED, row)) for row in rows_of(term)] == [True, True]
 
 
 def test_a_panel_grows_before_or_after_a_line_is_printed(
-    term: Terminal, monkeypatch: pytest.MonkeyPatch
+    use: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(term, monkeypatch)
+    term = use()
     monkeypatch.setenv("MINATO_LIVE", "1")
     loaders, batches = [loader_of(), loader_of()], []
     process = rich.live.Live.process_renderables
@@ -223,11 +211,9 @@ def test_a_panel_grows_before_or_after_a_line_is_printed(
     assert_gone(term)
 
 
-def test_the_end_of_a_view_waits_for_no_lock(
-    term: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_view_waits_for_no_lock(use: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection may end an epoch in a thread that holds what the drawing thread waits for."""
-    use(term, monkeypatch)
+    term = use()
     monkeypatch.setattr(live, "_COST", 1e9)  # it always draws every _DRAW_EVERY_S
     monkeypatch.setattr(live, "_JOIN_S", 0.1)
     loader = loader_of(num_workers=1)
@@ -253,9 +239,9 @@ def test_the_end_of_a_view_waits_for_no_lock(
 
 @pytest.mark.parametrize("what", ["start", "rows", "drawing", "summary"])
 def test_a_view_that_fails_leaves_the_terminal_to_the_next(
-    what: str, term: Terminal, monkeypatch: pytest.MonkeyPatch
+    what: str, use: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(term, monkeypatch)
+    term = use()
     loader, other = loader_of(num_workers=1), loader_of(num_workers=1)
     in_thread = what in ("rows", "drawing")
 
@@ -296,10 +282,8 @@ class Redirected(Numbers):
         return int(isinstance(sys.stdout, rich.file_proxy.FileProxy))
 
 
-def test_a_forked_child_writes_to_the_terminal_itself(
-    term: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(term, monkeypatch)
+def test_a_forked_child_writes_to_the_terminal_itself(use: Take) -> None:
+    term = use()
     loader, other = loader_of(num_workers=1), minato.DataLoader(Redirected(2), 2, num_workers=1)
     with loader.live():
         for number, _ in enumerate(loader):
@@ -324,17 +308,9 @@ def test_without_a_capable_terminal_there_are_lines(
     monkeypatch.setattr(live, "_LINE_EVERY_S", 0.05)
     monkeypatch.setenv("TERM", "dumb" if kind == "dumb" else "xterm")
     if kind == "no rich":
-        for name in [*sys.modules]:
+        for name in ["rich", *sys.modules]:
             if name.partition(".")[0] == "rich":
-                monkeypatch.delitem(sys.modules, name)
-        real = builtins.__import__
-
-        def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
-            if name.startswith("rich"):
-                raise ImportError(name)
-            return real(name, *args, **kwargs)
-
-        monkeypatch.setattr(builtins, "__import__", without_rich)
+                monkeypatch.setitem(sys.modules, name, None)
     with terminal(rows=40, columns=1000) as term:
         stream = io.StringIO() if kind == "no terminal" else term.stream
         monkeypatch.setattr(sys, "stderr", stream)
@@ -368,32 +344,21 @@ def test_in_a_log_there_is_a_line_for_each_epoch(monkeypatch: pytest.MonkeyPatch
     view = loader.live()
     for number in range(2):
         list(loader)
-        assert re.fullmatch(
-            ENDED, log.getvalue().splitlines()[number].replace("epoch 1", "epoch 0")
-        )
+        line = log.getvalue().splitlines()[number]
+        assert re.fullmatch(ENDED, line.replace("epoch 1", "epoch 0"))
     log.close()
     assert list(loader)  # a stream that is closed stops nothing
     view.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "lines"),
-    [
-        ("MINATO_LIVE", "0", 0),
-        ("MINATO_LIVE", "", 0),
-        ("MINATO_LIVE", "1", 2),
-        ("LOCAL_RANK", "1", 0),
-    ],
+    ("live", "rank", "lines"), [("0", "0", 0), ("", "0", 0), ("1", "0", 2), ("1", "1", 0)]
 )
 def test_the_environment_decides(
-    name: str,
-    value: str,
-    lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    live: str, rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setenv("MINATO_LIVE", "1")
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MINATO_LIVE", live)
+    monkeypatch.setenv("LOCAL_RANK", rank)
     loader = loader_of(4)
     for _ in range(2):
         list(loader)
@@ -420,19 +385,14 @@ def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
     loader = loader_of(9, drop_last=drop_last)
     with loader.live() as view:
-        batch = iter(loader)
-        next(batch)
-        assert view.rows()
-        assert view.length == batches
-        state = loader.state_dict()
-        loader.load_state_dict(state)
-        list(batch)
-        assert view.rows() == []
-        batch = iter(loader)
-        next(batch)
-        assert view.rows()
-        assert (view.batches, view.length) == (1, batches - 1)
-        list(batch)
+        for length in (batches, batches - 1):
+            batch = iter(loader)
+            next(batch)
+            assert view.rows()
+            assert (view.batches, view.length) == (1, length)
+            loader.load_state_dict(loader.state_dict())
+            list(batch)
+            assert view.rows() == []
 
 
 def test_epochs_of_one_number_are_told_apart() -> None:
@@ -472,19 +432,17 @@ if __name__ == "__main__":
 def test_the_terminal_is_whole_after_ctrl_c(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(INTERRUPTED)
+    variables = {**environment(), "MINATO_LIVE": "1", "TERM": "xterm"}
+    command = [sys.executable, str(script)]
     with terminal() as term:
         with subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**environment(), "MINATO_LIVE": "1", "TERM": "xterm"},
-            stderr=term.stream,
-            start_new_session=True,
+            command, env=variables, stderr=term.stream, start_new_session=True
         ) as process:
             until_panels(term, 1)
             os.killpg(process.pid, signal.SIGINT)
             # Who does not read holds up the program, once the terminal's buffer is full.
             until(lambda: bool(term.look()) and process.poll() is not None, term)
-        rows = [row for row in term.all() if row]
-        assert "KeyboardInterrupt" in rows
+        assert "KeyboardInterrupt" in rows_of(term)
         assert panels(term) == 0
 
 
@@ -501,27 +459,18 @@ EVIL = "cat\x1b[2J\x1b]0;owned\x07\x9b31m\rdog\nrow"
 CONTROLS = {chr(code) for code in [*range(0x20), *range(0x7F, 0xA0)]} - {"\n"}
 
 
-class Named(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, key: Any) -> int:
-        time.sleep(0.02)
-        return 1
-
-
-def evil_loader() -> minato.DataLoader[int]:
-    def transform(sample: int) -> int:
+def evil_loader() -> Any:
+    def transform(sample: float) -> float:
+        time.sleep(sample)
         return sample
 
     transform.__qualname__ = transform.__name__ = EVIL
-    return minato.DataLoader(
-        Named(), 1, sampler=[EVIL, "a"], transforms=[transform], observe=minato.Observe(name=EVIL)
-    )
+    dataset, observe = {EVIL: 0.02, "a": 0.02}, minato.Observe(name=EVIL)
+    return minato.DataLoader(dataset, sampler=[*dataset], transforms=[transform], observe=observe)
 
 
-def test_names_do_not_steer_the_terminal(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(term, monkeypatch)
+def test_names_do_not_steer_the_terminal(use: Take) -> None:
+    term = use()
     loader = evil_loader()
     with loader.live():
         for _ in loader:
@@ -549,10 +498,9 @@ def test_a_report_does_not_steer_the_terminal() -> None:
     assert EVIL in [stage.name for stage in report.run.stages][1]
     told = f"{report}\n{report.details()}\n{report.to_html()}"
     assert "cat" in told
-    assert not CONTROLS & set(told)
-    console = rich.console.Console(file=io.StringIO(), force_terminal=False, width=300)
-    console.print(report)
-    assert not CONTROLS & set(console.file.getvalue())  # type: ignore[attr-defined]
+    screen = io.StringIO()
+    rich.console.Console(file=screen, force_terminal=False, width=300).print(report)
+    assert not CONTROLS & set(told + screen.getvalue())
 
 
 def test_the_command_line_does_not_steer_the_terminal(
