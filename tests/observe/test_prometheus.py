@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ import types
 import urllib.request
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,6 +25,7 @@ import minato
 from minato.observe import metrics
 from minato.observe.metrics import CATALOG
 from tests.datasets import Numbers, double, wait_until
+from tests.subprocesses import free_port
 
 parser = pytest.importorskip("prometheus_client.parser")
 NAMES = {"minato_batches_total", "minato_samples_total", "minato_wait_seconds_total"}
@@ -37,16 +40,28 @@ def loader_of(**options: Any) -> minato.DataLoader[int]:
     return minato.DataLoader(Numbers(12), 2, transforms=[double], **options)
 
 
+def used(**options: Any) -> minato.DataLoader[int]:
+    """A loader with metrics, after an epoch."""
+    loader = loader_of(observe=minato.Observe(**{"metrics": 0, **options}))
+    assert len(list(loader)) == 6
+    return loader
+
+
+def text_of(url: str | None) -> str:
+    with urllib.request.urlopen(str(url), timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        return str(answer.read().decode())
+
+
+def labels_of(url: str | None) -> set[str]:
+    return set(re.findall(r'minato_batches_total\{loader="([^"]*)"', "".join(fetched(url))))
+
+
 def fetched(url: str | None) -> dict[str, float]:
     """Value of each figure by its name and labels."""
-    assert url is not None
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain; version=")
-        text = answer.read().decode()
-    assert {each.type for each in parser.text_string_to_metric_families(text)} <= {
-        "counter",
-        "gauge",
-    }
+    text = text_of(url)
+    kinds = {each.type for each in parser.text_string_to_metric_families(text)}
+    assert kinds <= {"counter", "gauge"}
     found = {}
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -60,25 +75,25 @@ def fetched(url: str | None) -> dict[str, float]:
 
 
 def of(figures: dict[str, float], name: str, label: str = "") -> float:
-    (value,) = (
-        value for key, value in figures.items() if key.startswith(name + "{") and label in key
-    )
-    return value
+    keys = [key for key in figures if key.startswith(name + "{") and label in key]
+    assert len(keys) == 1
+    return figures[keys[0]]
 
 
-def assert_nothing_listens(url: str) -> None:
-    port = int(re.findall(r":(\d+)/", url)[0])
+def address_of(url: str | None) -> tuple[str, int]:
+    host, port = str(url).removeprefix("http://").partition("/")[0].split(":")
+    return host, int(port)
+
+
+def assert_nothing_listens(url: str | None) -> None:
     with socket.socket() as client, pytest.raises(ConnectionRefusedError):
-        client.connect(("127.0.0.1", port))
+        client.connect(address_of(url))
     assert not [each for each in threading.enumerate() if each.name == "minato-metrics"]
 
 
 def test_a_closed_loader_frees_the_address_until_it_is_used_again() -> None:
-    with loader_of(observe=minato.Observe(metrics=0)) as loader:
-        list(loader)
-        url = loader.metrics_url
-        assert url is not None
-        fetched(url)
+    with used() as loader:
+        fetched(url := loader.metrics_url)
     assert loader.metrics_url is None
     assert_nothing_listens(url)
     loader.close()
@@ -88,13 +103,9 @@ def test_a_closed_loader_frees_the_address_until_it_is_used_again() -> None:
 
 
 def test_a_closed_loader_leaves_the_address_to_others() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    first, second = (loader_of(observe=minato.Observe(metrics=port)) for _ in range(2))
-    list(first)
-    list(second)
+    port = free_port()
+    first, second = used(metrics=port), used(metrics=port)
     url = second.metrics_url
-    assert url is not None
     assert first.metrics_url == url
     first.close()
     assert of(fetched(url), "minato_batches_total") == 6
@@ -112,18 +123,14 @@ def test_figures_while_it_runs_and_afterwards(num_workers: int) -> None:
             assert of(figures, "minato_batches_total") == 6 * epoch + number
             assert of(figures, "minato_samples_total") == 12 * epoch + 2 * number
             assert of(figures, "minato_epoch") == epoch
-            assert (
-                0
-                < of(figures, "minato_wait_seconds_total")
-                < of(figures, "minato_epoch_seconds_total")
-            )
+            waited_s = of(figures, "minato_wait_seconds_total")
+            assert 0 < waited_s < of(figures, "minato_epoch_seconds_total")
         assert of(figures, "minato_stage_samples_total", 'stage="double"') >= 0
         assert of(figures, "minato_workers") == max(num_workers, 1)
     figures = fetched(loader.metrics_url)
     assert of(figures, "minato_batches_total") == 12
     assert "minato_epoch{" not in "".join(figures)
-    url = loader.metrics_url
-    assert url is not None
+    url = str(loader.metrics_url)
     assert url.startswith("http://127.0.0.1:")
     del loader
     gc.collect()
@@ -131,21 +138,17 @@ def test_figures_while_it_runs_and_afterwards(num_workers: int) -> None:
 
 
 def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MINATO_METRICS_PORT", str(port))
     loaders = [loader_of(num_workers=1, persistent_workers=True) for _ in range(2)]
     for loader in loaders:
         list(loader)
     assert {loader.metrics_url for loader in loaders} == {f"http://127.0.0.1:{port}/metrics"}
-    figures = fetched(loaders[0].metrics_url)
-    assert sum(key.startswith("minato_batches_total") for key in figures) == 2
     url = loaders[0].metrics_url
-    assert url is not None
+    assert len(labels_of(url)) == 2
     del loaders[0], loader
     gc.collect()
-    assert sum(key.startswith("minato_batches_total") for key in fetched(url)) == 1
+    assert len(labels_of(url)) == 1
     loaders.clear()
     gc.collect()
     assert_nothing_listens(url)
@@ -154,34 +157,24 @@ def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loader_is_served_where_another_is_collected_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    others = [loader_of(observe=minato.Observe(metrics=port))]
-    list(others[0])
+    port = free_port()
+    others = [used(metrics=port)]
 
     def collecting(thing: object) -> Any:
         others.clear()  # as a collection may at any allocation
         return weakref.ref(thing)
 
     loader = loader_of(observe=minato.Observe(metrics=port, name="later"))
+    collected = types.SimpleNamespace(ref=collecting, finalize=weakref.finalize)
     with monkeypatch.context() as patched:
-        patched.setattr(
-            metrics, "weakref", types.SimpleNamespace(ref=collecting, finalize=weakref.finalize)
-        )
+        patched.setattr(metrics, "weakref", collected)
         list(loader)
     assert of(fetched(loader.metrics_url), "minato_batches_total", "later") == 6
 
 
 def test_loaders_with_the_same_name_are_numbered() -> None:
-    loaders = [
-        loader_of(observe=minato.Observe(name=name, metrics=0)) for name in ("train", "val", "val")
-    ]
-    labels = set()
-    for loader in loaders:
-        list(loader)
-        keys = "".join(fetched(loader.metrics_url))
-        labels |= set(re.findall(r'minato_batches_total\{loader="([^"]*)"', keys))
+    loaders = [used(name=name) for name in ("train", "val", "val")]
+    labels = set[str]().union(*(labels_of(loader.metrics_url) for loader in loaders))
     (numbered,) = labels - {"train", "val"}
     assert len(labels) == 3
     assert re.fullmatch(r"val \d+", numbered)
@@ -190,13 +183,12 @@ def test_loaders_with_the_same_name_are_numbered() -> None:
 def test_a_loader_keeps_its_label() -> None:
     observe = minato.Observe(name="kept", metrics=0)
     first, second = loader_of(observe=observe), loader_of(observe=observe)
-    labels = set()
+    labels = set[str]()
     list(first)
     for _ in range(3):
         with second:
             list(second)
-            keys = "".join(fetched(second.metrics_url))
-            labels |= set(re.findall(r'minato_batches_total\{loader="([^"]*)"', keys))
+            labels |= labels_of(second.metrics_url)
         for metric in minato.metrics_collector(second, first).collect():
             labels |= {sample.labels["loader"] for sample in metric.samples}
     assert labels == {"kept", "kept 2"}
@@ -226,22 +218,17 @@ def test_a_registry_of_the_program_collects_loaders() -> None:
 
 
 def test_each_process_of_a_launcher_has_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("LOCAL_RANK", "3")
-    loader = loader_of(observe=minato.Observe(metrics=f"localhost:{port - 3}"))
-    list(loader)
+    loader = used(metrics=f"localhost:{port - 3}")
     assert loader.metrics_url == f"http://localhost:{port}/metrics"
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=rf"127.0.0.1:{port}: .*; use another port"):
-            list(loader_of(observe=minato.Observe(metrics=port)))
+            used(metrics=port)
         monkeypatch.setenv("MINATO_METRICS_PORT", str(port))
         loader = loader_of()
         with pytest.warns(minato.MinatoWarning, match=f"127.0.0.1:{port}"):
@@ -252,7 +239,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_above_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(OSError, match=r"127.0.0.1:65536: .*; use another port"):
-        list(loader_of(observe=minato.Observe(metrics=65535)))
+        used(metrics=65535)
 
 
 @pytest.mark.parametrize("value", ["65535", "0x", "no thread"])
@@ -260,18 +247,12 @@ def test_what_the_environment_asks_for_ends_no_training(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("MINATO_METRICS_PORT", value)
+    monkeypatch.setenv("MINATO_METRICS_PORT", "39000" if value == "no thread" else value)
     if value == "no thread":
-
-        def refuse(_: object) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setenv("MINATO_METRICS_PORT", "39000")
+        refuse = Mock(side_effect=RuntimeError("can't start new thread"))
         monkeypatch.setattr(threading.Thread, "start", refuse)
-    loader = loader_of()
-    with pytest.warns(
-        minato.MinatoWarning, match="the metrics of a loader will be missing"
-    ) as told:
+    loader, missing = loader_of(), "the metrics of a loader will be missing"
+    with pytest.warns(minato.MinatoWarning, match=missing) as told:
         assert len(list(loader)) == 6
     assert len(list(loader)) == 6  # and says so once
     assert len(told) == 1
@@ -298,10 +279,8 @@ def test_names_follow_prometheus() -> None:
     loader = loader_of(observe=minato.Observe(metrics=0))
     batches = iter(loader)
     next(batches)
-    assert loader.metrics_url is not None
-    with urllib.request.urlopen(loader.metrics_url, timeout=20) as answer:
-        text = answer.read().decode()
-    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    told = text_of(loader.metrics_url)
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", told, re.MULTILINE))
     assert {"minato_wait_ratio", "minato_stage_seconds_total"} | NAMES <= set(kinds)
     assert "minato_samples_per_second" not in kinds  # rate(minato_samples_total) is better
     for name, kind in kinds.items():
@@ -322,12 +301,6 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     loader = loader_of()
     with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[metrics\]"):
         assert len(list(loader)) == 6
-
-
-def address_of(url: str | None) -> tuple[str, int]:
-    assert url is not None
-    host, port = url.removeprefix("http://").partition("/")[0].split(":")
-    return host, int(port)
 
 
 def test_a_slow_client_does_not_delay_the_end_of_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +338,7 @@ def test_a_collection_within_threading_ends_a_loader(monkeypatch: pytest.MonkeyP
 
 
 def test_clients_that_go_or_are_silent_leave_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    loader = loader_of(observe=minato.Observe(metrics=0))
-    list(loader)
+    loader = used()
     place = address_of(loader.metrics_url)
     for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n\r\n", b"\xff" * 100 + b"\r\n\r\n"):
         client = socket.create_connection(place, 20)
@@ -382,8 +354,7 @@ def test_clients_that_go_or_are_silent_leave_nothing(capfd: pytest.CaptureFixtur
 
 
 def test_many_clients_are_refused_and_the_next_is_served() -> None:
-    loader = loader_of(observe=minato.Observe(metrics=0))
-    list(loader)
+    loader = used()
     place = address_of(loader.metrics_url)
     idle = [socket.create_connection(place, 20) for _ in range(metrics._MOST_CLIENTS + 4)]
     for client in idle[metrics._MOST_CLIENTS :]:
@@ -391,7 +362,7 @@ def test_many_clients_are_refused_and_the_next_is_served() -> None:
             assert client.recv(1) == b""  # at once, in the order of their connections
     for client in idle:
         client.close()
-    wait_until(lambda: threads_of_clients() == 0)
+    wait_until(lambda: not any("process_request" in each.name for each in threading.enumerate()))
     assert {key.partition("{")[0] for key in fetched(loader.metrics_url)} >= NAMES
     loader.close()
 
@@ -399,13 +370,13 @@ def test_many_clients_are_refused_and_the_next_is_served() -> None:
 def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[float] = []
     accept = metrics._Server.get_request
-    monkeypatch.setattr(
-        metrics._Server,
-        "get_request",
-        lambda self: (attempts.append(time.monotonic()), accept(self))[1],
-    )
-    loader = loader_of(observe=minato.Observe(metrics=0))
-    list(loader)
+
+    def counted(server: Any) -> Any:
+        attempts.append(time.monotonic())
+        return accept(server)
+
+    monkeypatch.setattr(metrics._Server, "get_request", counted)
+    loader = used()
     client = socket.socket()
     client.settimeout(20)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -416,7 +387,7 @@ def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPat
         client.connect(address_of(loader.metrics_url))
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         wait_until(lambda: len(attempts) > 3)
-        pauses_s = [after - before for before, after in zip(attempts, attempts[1:], strict=False)]
+        pauses_s = [after - before for before, after in itertools.pairwise(attempts)]
         assert min(pauses_s) >= metrics._PAUSE_S - 0.001
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -425,26 +396,17 @@ def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPat
     loader.close()
 
 
-def threads_of_clients() -> int:
-    return sum("process_request" in each.name for each in threading.enumerate())
-
-
 def test_it_starts_without_looking_a_name_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("a name was looked up")
-
+    looked_up = Mock()
     for name in ("getfqdn", "gethostbyaddr", "gethostbyname", "getnameinfo"):
-        monkeypatch.setattr(socket, name, fail)
-    loader = loader_of(observe=minato.Observe(metrics=0))
-    list(loader)
-    loader.close()
+        monkeypatch.setattr(socket, name, looked_up)
+    used().close()
+    assert not looked_up.called
 
 
 def test_a_forked_child_does_not_listen() -> None:
-    loader = loader_of(observe=minato.Observe(metrics=0))
-    list(loader)
+    loader = used()
     url = loader.metrics_url
-    assert url is not None
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
