@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -28,7 +29,15 @@ from minato.workers.fetch import Fetcher
 from minato.workers.runner import Deferral, DeferredSample, Runner, StageRunner
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker, WorkerParts
-from tests.datasets import TOO_MANY_WORKERS, Numbers, late_by, three_draws
+from tests.datasets import (
+    TOO_MANY_WORKERS,
+    Numbers,
+    flat,
+    lags,
+    late_by,
+    three_draws,
+    wait_until,
+)
 from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
 SIZE, BATCH = 24, 4
@@ -41,23 +50,18 @@ SEED = 7
 class View:
     """The part of a ledger that the decision depends on."""
 
-    def __init__(self, waiting: bool, unclaimed: int) -> None:
+    front = 100
+
+    def __init__(self, waiting: bool = True, unclaimed: int = 100) -> None:
         self.waiting = waiting
-        self.front = 100
         self.placed: set[int] = set()
-        self.left = unclaimed
-
-    def is_placed(self, position: int) -> bool:
-        return position in self.placed
-
-    def unclaimed(self) -> int:
-        return self.left
+        self.is_placed = self.placed.__contains__
+        self.unclaimed = lambda: unclaimed
 
 
-def deferral_of(view: View, workers: int = 1) -> tuple[Deferral, Meters]:
-    meters, ledger = Meters(0), cast(WorkerLedger, view)
-    made = Deferral(ledger=ledger, meters=meters, num_workers=lambda: workers)
-    return made, meters
+def deferral_of(view: View, meters: Meters | None = None, workers: int = 1) -> Deferral:
+    ledger = cast(WorkerLedger, view)
+    return Deferral(ledger=ledger, meters=meters or Meters(0), num_workers=lambda: workers)
 
 
 def deferred(position: int) -> DeferredSample:
@@ -71,15 +75,14 @@ def deferred(position: int) -> DeferredSample:
 def test_a_sample_is_deferred_while_the_consumer_waits_and_the_others_have_work(
     waiting: bool, unclaimed: int, allowed: bool
 ) -> None:
-    view = View(waiting, unclaimed)
-    deferral, _ = deferral_of(view, workers=4)
+    deferral = deferral_of(View(waiting, unclaimed), workers=4)
     assert deferral.allows(0) is allowed
     deferral.defer(deferred(0))
     assert deferral.is_due() is not allowed
 
 
 def test_a_worker_defers_one_sample_at_a_time() -> None:
-    deferral, meters = deferral_of(View(True, 100))
+    deferral = deferral_of(View(), meters := Meters(0))
     assert not deferral.is_due()
     assert deferral.take() is None
     sample = deferred(0)
@@ -92,11 +95,11 @@ def test_a_worker_defers_one_sample_at_a_time() -> None:
 
 
 def test_a_sample_whose_batch_is_settled_is_not_deferred_and_is_due() -> None:
-    view = View(True, 100)
-    deferral, _ = deferral_of(view)
+    view = View()
+    deferral = deferral_of(view)
     deferral.defer(deferred(7))
     assert not deferral.is_due()
-    view.placed = {7, 8}
+    view.placed.update((7, 8))
     assert deferral.is_due()
     deferral.take()
     assert not deferral.allows(8)
@@ -104,7 +107,7 @@ def test_a_sample_whose_batch_is_settled_is_not_deferred_and_is_due() -> None:
 
 
 def test_a_sample_that_began_before_its_turn_is_not_deferred() -> None:
-    deferral, _ = deferral_of(View(True, 100))
+    deferral = deferral_of(View())
     assert deferral.allows(99)
     assert not deferral.allows(100)
 
@@ -112,11 +115,9 @@ def test_a_sample_that_began_before_its_turn_is_not_deferred() -> None:
 # -------------------------------------------------------------------- workers that take turns in here
 
 
-class Grids:
-    """Fresh arrays that say which sample they are."""
-
-    def __getitem__(self, key: int) -> Any:
-        return np.full(3, float(key))
+def grid(key: int) -> Any:
+    """A fresh array that says which sample it is."""
+    return np.full(3, float(key))
 
 
 def add_in_place(value: Any) -> Any:
@@ -149,28 +150,24 @@ def grow(value: Any) -> Any:
 TRANSFORMS = (add_in_place, scale_in_place, draw_from_all, draw_a_gauss, draw_from_own, grow)
 
 
-class Counted:
+def counted(inner: Any, number: int, calls: Counter[Any], bad: set[int]) -> Any:
     """A transform that counts for which samples it is applied; some raise."""
 
-    def __init__(self, inner: Any, number: int, calls: Counter[Any], bad: set[int]) -> None:
-        self.inner = inner
-        self.number = number
-        self.calls = calls
-        self.bad = bad
-
-    def __call__(self, pair: tuple[int, Any]) -> tuple[int, Any]:
+    def call(pair: tuple[int, Any]) -> tuple[int, Any]:
         key, value = pair
-        self.calls[key, self.number] += 1
-        if key in self.bad:
+        calls[key, number] += 1
+        if key in bad:
             raise ValueError(f"bad {key}")
-        return key, self.inner(value)
+        return key, inner(value)
+
+    return call
 
 
 class Keyed:
     """Samples together with their keys."""
 
     def __getitem__(self, key: int) -> Any:
-        return key, Grids()[key]
+        return key, grid(key)
 
 
 class KeyedJournal(Journal):
@@ -180,10 +177,6 @@ class KeyedJournal(Journal):
         super().__init__(bench)
         self.samples: dict[int, Any] = {}
 
-    @property
-    def errors(self) -> list[tuple[Any, str]]:
-        return [entry[1:] for entry in self.journal if entry[0] == "error"]
-
     def _samples(self, place: int, k: int, samples: list[Any]) -> None:
         for key, value in samples:
             assert key not in self.samples
@@ -191,16 +184,12 @@ class KeyedJournal(Journal):
         super()._samples(place, k, samples)
 
 
-def straight(steps: list[Any], binds: bool) -> dict[int, Any]:
+def straight(steps: list[Any]) -> dict[int, Any]:
     """The samples of a run without any stop."""
     randomness, found = SampleRandomness(SEED), {}
     for key in range(SIZE):
-        if binds:
-            randomness.bind(0, key)
-        value = Grids()[key]
-        for step in steps:
-            value = step(value)
-        found[key] = value
+        randomness.bind(0, key)
+        found[key] = functools.reduce(lambda value, step: step(value), steps, grid(key))
     return found
 
 
@@ -221,7 +210,7 @@ class Case:
         self.meters = Meters(len(steps))
         self.writer = KeyedJournal(self.bench)
         self.share = chance.random()
-        chain = Transforms(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
+        chain = Transforms(tuple(counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
         self.hire = lambda number: self._worker(number, chain, chance, mean_ns)
         self.workers = [self.hire(number) for number in range(workers)]
         self.bench.ledger.slow_ns = 1  # every sample is slow
@@ -233,27 +222,16 @@ class Case:
         self, number: int, chain: Transforms, chance: random.Random, mean_ns: float
     ) -> Worker:
         ledger = self.bench.workers[number]
-        lease = ledger.lease
         # As if there were no other workers: so samples are deferred as often as can be.
-        deferral = Deferral(
-            ledger=ledger,
-            meters=self.meters,
-            num_workers=lambda: 0,
-        )
+        deferral = Deferral(ledger=ledger, meters=self.meters, num_workers=lambda: 0)
         allows = deferral.allows
         deferral.allows = lambda position: (  # type: ignore[method-assign]
             chance.random() < self.share and allows(position)
         )
-        stage_runner = StageRunner(
-            Keyed(), chain, lease=lease, meters=self.meters, deferral=deferral
-        )
-        runner = Runner(
-            worker_plan(),
-            lease=lease,
-            meters=self.meters,
-            make_randomness=SampleRandomness,
-            stage_runner=stage_runner,
-        )
+        shared: Any = {"lease": ledger.lease, "meters": self.meters}
+        stages = StageRunner(Keyed(), chain, deferral=deferral, **shared)
+        draws = {"make_randomness": SampleRandomness}
+        runner = Runner(worker_plan(), stage_runner=stages, **draws, **shared)
         runner.cost_estimate.mean_ns = mean_ns
         runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
         parts = WorkerParts(
@@ -279,10 +257,20 @@ class Case:
         while any(worker.step() for worker in self.workers):
             pass
 
-    def all_ready(self) -> bool:
-        return all(
-            self.bench.ledger.state(item.record) == READY for item in self.bench.dispatcher._open
-        )
+    def assert_all_ready(self) -> None:
+        states = {self.bench.ledger.state(item.record) for item in self.bench.dispatcher._open}
+        assert states == {READY}
+
+    def assert_whole(self, expected: dict[int, Any]) -> None:
+        """Every sample came, as it is in one go."""
+        assert sorted(self.writer.samples) == list(range(SIZE))
+        for key, value in expected.items():
+            np.testing.assert_array_equal(self.writer.samples[key], value)
+        self.assert_all_ready()
+
+    @property
+    def errors(self) -> list[tuple[Any, str]]:
+        return [entry[1:] for entry in self.writer.journal if entry[0] == "error"]
 
 
 ORDERS = ["arrival", "fast_first"]
@@ -304,15 +292,11 @@ def test_wherever_samples_are_deferred_they_are_the_same_and_each_transform_runs
     order: str, steps: list[Any], seed: int, mean_ns: float
 ) -> None:
     with SampleRandomness(SEED).saved():
-        expected = straight(steps, binds=True)
-        chance = random.Random(seed)
-        case = Case(steps, order, chance, mean_ns)
+        expected = straight(steps)
+        case = Case(steps, order, random.Random(seed), mean_ns)
         case.run(random.Random(seed + 1))
-    assert sorted(case.writer.samples) == list(range(SIZE))
-    for key, value in expected.items():
-        np.testing.assert_array_equal(case.writer.samples[key], value)
-    assert case.all_ready()
-    assert case.writer.errors == []
+    case.assert_whole(expected)
+    assert case.errors == []
     # Cheap samples are run again, bound, when one is seen to draw for the first time.
     if mean_ns > 1000:
         assert set(case.calls.values()) == {1}
@@ -320,23 +304,18 @@ def test_wherever_samples_are_deferred_they_are_the_same_and_each_transform_runs
         assert case.meters.total.count == SIZE
 
 
-class Always(random.Random):
-    """Chance that never spares a sample."""
-
-    def random(self) -> float:
-        return 0.0
-
-
-def always(steps: list[Any], order: str, **options: Any) -> Case:
+def always(
+    steps: list[Any], order: str = "arrival", chance: random.Random | None = None, **options: Any
+) -> Case:
     """Workers that defer each sample that they may."""
-    case = Case(steps, order, Always(), 4e6, **options)
+    case = Case(steps, order, chance or random.Random(0), 4e6, **options)
     case.share = 1.0
     return case
 
 
 def test_a_worker_defers_a_sample_and_completes_it_later() -> None:
     with SampleRandomness(SEED).saved():
-        case = always([add_in_place, draw_from_all], "arrival", workers=1)
+        case = always([add_in_place, draw_from_all], workers=1)
         (worker,) = case.workers
         worker.step()
         assert case.writer.samples == {} == case.calls
@@ -362,51 +341,44 @@ def test_whichever_worker_dies_with_a_deferred_sample_they_are_the_same(
     order: str, steps: list[Any], seed: int, deaths: int
 ) -> None:
     with SampleRandomness(SEED).saved():
-        expected = straight(steps, binds=True)
+        expected = straight(steps)
         chance = random.Random(seed)
-        case = Case(steps, order, chance, 4e6, workers=3)
-        case.share = 1.0
+        case = always(steps, order, chance, workers=3)
         for _ in range(deaths):
             for _ in range(chance.randrange(SIZE)):
                 chance.choice(case.workers).step()
             case.kill(chance.randrange(3))
         case.run(chance)
-    assert sorted(case.writer.samples) == list(range(SIZE))
-    for key, value in expected.items():
-        np.testing.assert_array_equal(case.writer.samples[key], value)
-    assert case.all_ready()
+    case.assert_whole(expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_sample_that_raises_after_it_was_deferred(order: str) -> None:
     for seed in range(5):
         with SampleRandomness(SEED).saved():
-            case = Case([add_in_place, grow], order, random.Random(seed), 4e6, bad={5})
-            case.share = 1.0
+            case = always([add_in_place, grow], order, random.Random(seed), bad={5})
             case.run(random.Random(seed))
-        assert case.writer.errors == [(5, "bad 5")]
+        assert case.errors == [(5, "bad 5")]
         assert sorted(case.writer.samples) == [key for key in range(SIZE) if key != 5]
-        assert case.all_ready()
+        case.assert_all_ready()
 
 
 def test_a_deferred_sample_of_a_dead_worker_runs_again_from_the_start() -> None:
     with SampleRandomness(SEED).saved():
-        case = always([draw_from_all, add_in_place], "arrival")
+        case = always([draw_from_all, add_in_place])
         dead, alive = case.workers
         dead.step()
         assert case.bench.ledger.release(0) == 1
         while alive.step():
             pass
-        expected = straight([draw_from_all, add_in_place], binds=True)
-    for key, value in expected.items():
-        np.testing.assert_array_equal(case.writer.samples[key], value)
-    assert case.all_ready()
+        expected = straight([draw_from_all, add_in_place])
+    case.assert_whole(expected)
     assert Counter(number for (_, number) in case.calls.elements()) == {0: SIZE, 1: SIZE}
 
 
 def test_a_deferred_sample_is_completed_before_the_next_epoch_begins() -> None:
     with SampleRandomness(SEED).saved():
-        case = always([add_in_place, grow], "arrival", workers=1)
+        case = always([add_in_place, grow], workers=1)
         (worker,) = case.workers
         worker.step()
         assert has_deferred(worker) == 1
@@ -434,18 +406,6 @@ class Arrays(Numbers):
         return np.full(5, float(index))
 
 
-class Tally:
-    """A transform that counts its calls for each sample, over all processes, and changes it in place."""
-
-    def __init__(self) -> None:
-        self.counts = shared_integers(LENGTH)
-
-    def __call__(self, sample: Any) -> Any:
-        self.counts[int(sample[0])] += 1
-        sample[1] += 1
-        return sample
-
-
 def pause(sample: Any) -> Any:
     """A transform that takes its time."""
     time.sleep(0.0005)
@@ -466,17 +426,15 @@ def square(sample: Any) -> Any:
 @pytest.fixture
 def everything_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any stage, time is up."""
-    monkeypatch.setattr(
-        Engine, "_update_threshold", lambda self: setattr(self.ledger, "slow_ns", 1)
-    )
+
+    def update(engine: Any) -> None:
+        engine.ledger.slow_ns = 1
+
+    monkeypatch.setattr(Engine, "_update_threshold", update)
 
 
 def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
-    rows = []
-    for _ in range(epochs):
-        batches = list(loader)
-        rows.append(sorted(row.tolist() for row in torch.cat(batches)))
-    return rows
+    return [sorted(torch.cat(list(loader)).tolist()) for _ in range(epochs)]
 
 
 def num_deferred(loader: Any) -> int:
@@ -487,22 +445,27 @@ def num_deferred(loader: Any) -> int:
 @pytest.mark.parametrize("order", ["strict", "batch", *ORDERS])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], order: str) -> None:
-    tally = Tally()
-    chain = [tally, square, pause, *([] if method else [draw]), square]
+    counts = shared_integers(LENGTH)
+
+    def count(sample: Any) -> Any:
+        """Over all processes; it changes the sample in place."""
+        counts[int(sample[0])] += 1
+        sample[1] += 1
+        return sample
+
+    chain = [count, square, pause, *([] if method else [draw]), square]
     options: dict[str, Any] = {"batch_size": 4, "transforms": chain, "seed": 3}
     expected = samples_of(DataLoader(Arrays(LENGTH), **options), epochs=2)
-    assert (tally.counts == 2).all()
+    assert (counts == 2).all()
     options.update(num_workers=2, order=order, **method)
     assert samples_of(DataLoader(Arrays(LENGTH), **options)) == expected[:1]
-    assert (tally.counts == 3).all()
+    assert (counts == 3).all()
     loader = DataLoader(Arrays(LENGTH), **options, persistent_workers=True)
     assert samples_of(loader, epochs=2) == expected
     if order not in ORDERS:
         assert num_deferred(loader) == 0
-    deadline = time.monotonic() + 60
-    while order in ORDERS and not num_deferred(loader):  # none is where the loop does not wait
-        assert time.monotonic() < deadline
-        list(loader)
+    else:  # none is where the loop does not wait
+        wait_until(lambda: num_deferred(loader) or not list(loader))
 
 
 @pytest.mark.usefixtures("everything_is_slow")
@@ -512,31 +475,23 @@ def test_order_bounds_hold_for_deferred_samples(order: str) -> None:
         Arrays(LENGTH), 4, transforms=[pause, pause, pause], num_workers=3, order=late_by(order, 2)
     )
     batches = [[int(row[0]) for row in batch] for batch in loader]
-    assert sorted(i for batch in batches for i in batch) == list(range(LENGTH))
-    assert max(n - i // 4 for n, batch in enumerate(batches) for i in batch) <= 2
-
-
-class DiesOnce:
-    """A transform whose process is killed when it first meets a certain sample."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.died = shared_integers(1)
-
-    def __call__(self, sample: Any) -> Any:
-        if int(sample[0]) == self.index and not self.died[0]:
-            self.died[0] = 1
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sample
+    assert sorted(flat(batches)) == list(range(LENGTH))
+    assert max(lags(batches, 4).values()) <= 2
 
 
 @pytest.mark.usefixtures("everything_is_slow")
 @pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
 def test_the_deferred_sample_of_a_killed_worker_is_not_lost() -> None:
-    chain = [square, pause, draw, DiesOnce(23), square]
+    died = shared_integers(1)
+
+    def die_once(sample: Any) -> Any:
+        if int(sample[0]) == 23 and not died[0]:
+            died[0] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
     expected = samples_of(DataLoader(Arrays(LENGTH), 4, transforms=[square, draw, square], seed=3))
-    loader = DataLoader(
-        Arrays(LENGTH), 4, transforms=chain, seed=3, num_workers=2, order="fast_first"
-    )
+    options: Any = {"transforms": [square, pause, draw, die_once, square], "seed": 3}
+    loader = DataLoader(Arrays(LENGTH), 4, num_workers=2, order="fast_first", **options)
     assert samples_of(loader) == expected
-    assert chain[3].died[0]
+    assert died[0]
