@@ -42,20 +42,11 @@ def test_formula_2_as_printed(ready, cpu, alpha, beta, delta):
     assert formula_2(constants, ready, cpu) == pytest.approx(delta)
 
 
-@pytest.mark.parametrize(
-    ("workers", "delta", "expected"),
-    [
-        (12, 1.0, 13),
-        (12, -2.0, 10),
-        (12, 0.5, 13),
-        (12, -0.5, 11),
-        (12, 0.4, 12),
-        (1, -2.0, 1),
-        (31, 2.0, 32),
-    ],
-)
-def test_formula_1_as_printed(workers, delta, expected):
-    assert formula_1(LIMITS, workers, delta) == expected
+def test_formula_1_as_printed():
+    deltas = {1.0: 13, -2.0: 10, 0.5: 13, -0.5: 11, 0.4: 12}
+    assert {delta: formula_1(LIMITS, 12, delta) for delta in deltas} == deltas
+    assert formula_1(LIMITS, 1, -2.0) == 1
+    assert formula_1(LIMITS, 31, 2.0) == 32
 
 
 def test_the_paper_clips_delta_and_averages_the_queue():
@@ -139,36 +130,26 @@ class Load:
         return trace
 
 
-def test_workers_that_sleep_grow_to_what_the_consumer_takes():
-    load = Load(consumer_s=0.010 / 12)
-    trace = load.run(start=2, periods=30)
-    assert trace[-1] == 12
-    assert trace.index(12) <= 12
+@pytest.mark.parametrize(
+    ("load", "start", "periods", "most", "last"),
+    [
+        (Load(consumer_s=0.010 / 12), 2, 12, 32, {12}),  # workers that sleep
+        (Load(consumer_s=0.010 / 12), 2, 30, 32, {12}),
+        (Load(), 2, 20, 16, {16}),  # the consumer takes all
+        (Load(streams=12), 2, 40, 32, {12, 13, 14, 15, 16}),  # a store serves twelve at a time
+        (Load(on_core=1.0), 2, 40, 32, {2}),  # workers that compute
+        (Load(on_core=1.0), 12, 40, 32, {2}),
+        (Load(on_core=0.5), 2, 40, 32, {4}),
+        (Load(consumer_s=0.010), 12, 40, 32, {1, 2}),  # a slow consumer makes workers leave
+    ],
+)
+def test_workers_are_as_many_as_help(load, start, periods, most, last):
+    assert load.run(start, periods, most)[-1] in last
 
 
-def test_workers_that_sleep_grow_to_the_limit_where_the_consumer_takes_all():
-    assert Load().run(start=2, periods=20, most=16)[-1] == 16
-
-
-def test_workers_that_a_store_serves_twelve_at_a_time_do_not_grow_much_beyond():
-    trace = Load(streams=12).run(start=2, periods=40)
-    assert 12 <= trace[-1] <= 16
-
-
-@pytest.mark.parametrize("start", [2, 12])
-def test_workers_that_compute_stay_with_the_cores(start):
-    trace = Load(on_core=1.0).run(start, periods=40)
-    assert trace[-1] == 2
-
-
-def test_workers_that_compute_half_of_the_time_are_twice_the_cores():
-    assert Load(on_core=0.5).run(start=2, periods=40)[-1] == 4
-
-
-def test_a_slow_consumer_makes_workers_leave():
-    trace = Load(consumer_s=0.010).run(start=12, periods=40)
-    assert trace[-1] in (1, 2)
-    assert min(Load(consumer_s=0.010).rate(n) for n in trace) == pytest.approx(100)
+def test_a_slow_consumer_waits_for_none_of_those_that_leave():
+    load = Load(consumer_s=0.010)
+    assert min(map(load.rate, load.run(start=12, periods=40))) == pytest.approx(100)
 
 
 def test_an_almost_balanced_consumer_keeps_its_workers():

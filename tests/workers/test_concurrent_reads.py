@@ -17,7 +17,7 @@ import torch
 
 import minato
 from minato.workers.reads import BegunLists
-from tests.datasets import ORDERS, Journal, Numbers, Stream, drain, wait_until
+from tests.datasets import ORDERS, Journal, Numbers, Stream, drain, flat, indices, wait_until
 from tests.selection import WORKERS, each, sweep
 
 Done = Callable[[Callable[[], Any] | None], None]
@@ -127,11 +127,14 @@ class Begun(Numbers):
 
 
 class Fails(Numbers):
-    """Reads of which two raise, the later one of a batch sooner."""
+    """Reads of which three raise, the later one of a batch sooner."""
 
     def __getitem__(self, index: int) -> int:
         if index == 5:
             time.sleep(0.02)
+        return self.checked(index)
+
+    def checked(self, index: int) -> int:
         if index in (5, 6, 21):
             raise ValueError(f"bad {index}")
         return index
@@ -144,9 +147,7 @@ class FailsBegun(Fails, Begun):
 class FailsAwaiting(Fails):
     async def __aget__(self, index: int) -> int:
         await asyncio.sleep(0)
-        if index in (5, 6, 21):
-            raise ValueError(f"bad {index}")
-        return index
+        return self.checked(index)
 
 
 class Draws(Numbers):
@@ -166,11 +167,13 @@ class DrawsAwaiting(Draws):
 
 
 def augmented(sample: Any) -> Any:
-    return [*sample, random.random(), np.random.rand(), float(torch.rand(())), helper_draw()]
-
-
-def helper_draw() -> float:
-    return float(minato.numpy_rng().random())
+    return [
+        *sample,
+        random.random(),
+        np.random.rand(),
+        float(torch.rand(())),
+        minato.numpy_rng().random(),
+    ]
 
 
 def shifted(sample: dict[str, Any]) -> dict[str, Any]:
@@ -181,15 +184,14 @@ def values(loader: Any) -> list[list[int]]:
     return [batch["value"].tolist() for batch in loader]
 
 
-def assert_fifty_in_fours(batches: list[list[Any]], order: str) -> None:
-    """Assert that these are the numbers below 50 in batches of 4, as this order promises."""
-    assert sorted(value for batch in batches for value in batch) == list(range(50))
-    expected = [list(range(start, min(start + 4, 50))) for start in range(0, 50, 4)]
-    if order == "strict":
-        assert batches == expected
-    elif order == "batch":
-        assert sorted(batches) == expected
-    assert sorted(map(len, batches)) == [2, *[4] * 12]
+def in_fours(size: int) -> list[list[int]]:
+    return [list(range(size))[start : start + 4] for start in range(0, size, 4)]
+
+
+def of(dataset: Any, batch_size: int | None = 4, **options: Any) -> minato.DataLoader[Any]:
+    """A loader whose workers stay, where it has any."""
+    options.setdefault("persistent_workers", options.get("num_workers", 0) > 0)
+    return minato.DataLoader(dataset, batch_size, **options)
 
 
 def doubled(sample: dict[str, Any]) -> dict[str, Any]:
@@ -201,17 +203,13 @@ def test_each_sample_comes_once_and_in_its_order(
     reads: tuple[Callable[[int], Numbers], dict[str, Any]], workers: dict[str, Any], order: str
 ) -> None:
     dataset, options = reads
-    loader = minato.DataLoader(
-        dataset(50),
-        batch_size=4,
-        order=order,
-        transforms=[doubled],
-        persistent_workers=workers["num_workers"] > 0,
-        **workers,
-        **options,
-    )
+    loader = of(dataset(50), order=order, transforms=[doubled], **workers, **options)
     for _ in range(2):
-        assert_fifty_in_fours([(batch["value"] / 2).tolist() for batch in loader], order)
+        batches = [(batch["value"] / 2).tolist() for batch in loader]
+        assert sorted(flat(batches)) == list(range(50))
+        assert sorted(map(len, batches)) == [2, *[4] * 12]
+        if order in ("strict", "batch"):
+            assert (batches if order == "strict" else sorted(batches)) == in_fours(50)
 
 
 @pytest.mark.parametrize("order", ["strict", "batch"])
@@ -220,41 +218,29 @@ def test_an_empty_batch_comes_between_lists_that_are_begun(
     workers: dict[str, Any], order: str
 ) -> None:
     batches: list[list[int]] = [[0, 1], [2], [], [3, 4], [], []]
-    loader = minato.DataLoader(
-        Begun(5),
-        batch_sampler=batches,
-        order=order,
-        collate_fn=list,
-        persistent_workers=workers["num_workers"] > 0,
-        **workers,
-    )
+    loader = of(Begun(5), 1, batch_sampler=batches, order=order, collate_fn=list, **workers)
     for _ in range(2):
         assert sorted(loader) == sorted(batches)
 
 
 @pytest.mark.parametrize("dataset", [Waits, Awaits])
 def test_reads_run_at_once_beyond_the_bounds_of_batches(dataset: Callable[..., Waits]) -> None:
-    loader = minato.DataLoader(
-        dataset(64, 5), batch_size=2, num_workers=1, fetch_concurrency=8, order="arrival"
-    )
-    most = max(int(batch["most"].max()) for batch in loader)
-    assert 5 <= most <= 8
+    loader = of(dataset(64, 5), 2, num_workers=1, fetch_concurrency=8, order="arrival")
+    assert 5 <= max(int(batch["most"].max()) for batch in loader) <= 8
 
 
 @pytest.mark.parametrize("dataset", [Waits, Awaits])
 def test_reads_never_exceed_the_limit_though_whole_batches_are_claimed(
     dataset: Callable[..., Waits],
 ) -> None:
-    loader = minato.DataLoader(
-        dataset(64, 3), batch_size=16, num_workers=1, fetch_concurrency=3, collate_fn=list
-    )
-    samples = [sample for batch in loader for sample in batch]
+    loader = of(dataset(64, 3), 16, num_workers=1, fetch_concurrency=3, collate_fn=list)
+    samples = flat(loader)
     assert [sample["value"] for sample in samples] == list(range(64))
     assert max(sample["most"] for sample in samples) == 3
 
 
 def test_transforms_run_in_the_worker_thread() -> None:
-    loader = minato.DataLoader(Waits(20), batch_size=5, fetch_concurrency=4, transforms=[shifted])
+    loader = of(Waits(20), 5, fetch_concurrency=4, transforms=[shifted])
     threads = {ident for batch in loader for ident in batch["thread"].tolist()}
     assert threads == {threading.get_ident()}
 
@@ -263,10 +249,7 @@ def test_transforms_run_in_the_worker_thread() -> None:
 def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
     dataset: Callable[[int], Any], workers: dict[str, Any], collate: Any
 ) -> None:
-    loader = minato.DataLoader(
-        dataset(24), batch_size=4, fetch_concurrency=5, collate_fn=collate, **workers
-    )
-    samples, errors = drain(loader)
+    samples, errors = drain(of(dataset(24), fetch_concurrency=5, collate_fn=collate, **workers))
     assert samples == [*range(4), *range(8, 20)]
     assert ["bad 5" in str(errors[0]), "bad 21" in str(errors[1]), len(errors)] == [True, True, 2]
     assert "index 5" in errors[0].__notes__[0]
@@ -274,10 +257,7 @@ def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
 
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 def test_where_places_are_free_only_the_bad_samples_are_lost(order: str) -> None:
-    loader = minato.DataLoader(
-        Fails(24), batch_size=1, num_workers=2, fetch_concurrency=5, order=order
-    )
-    got, errors = drain(loader)
+    got, errors = drain(of(Fails(24), 1, num_workers=2, fetch_concurrency=5, order=order))
     assert sorted(got) == [i for i in range(24) if i not in (5, 6, 21)]
     assert [type(error) for error in errors] == [ValueError] * 3
 
@@ -305,17 +285,11 @@ class Flaky(Numbers):
 def test_samples_that_raise_are_tried_again_or_left_out(
     workers: dict[str, Any], order: str, collate: Any
 ) -> None:
-    loader = minato.DataLoader(
-        Flaky(24),
-        batch_size=4,
-        fetch_concurrency=5,
-        order=order,
-        collate_fn=collate and (lambda samples: collate(samples)),
-        errors=minato.ErrorPolicy(on_error="skip", retries=1),
-        **workers,
-    )
-    got = [int(value) for batch in loader for value in batch]
-    assert sorted(got) == [i for i in range(24) if i != 8]
+    options = {"fetch_concurrency": 5, "order": order, **workers}
+    policy = minato.ErrorPolicy(on_error="skip", retries=1)
+    collate_fn = collate and (lambda samples: collate(samples))
+    loader = of(Flaky(24), collate_fn=collate_fn, errors=policy, **options)
+    assert sorted(map(int, flat(loader))) == [i for i in range(24) if i != 8]
 
 
 class Interrupts(Numbers):
@@ -342,8 +316,7 @@ def test_an_interrupted_loop_in_line_goes_on() -> None:
         dataset.is_handled.set()
         raise KeyboardInterrupt
 
-    loader = minato.DataLoader(dataset, batch_size=4, fetch_concurrency=2)
-    iterator, got, interrupted = iter(loader), [], 0
+    iterator, got, interrupted = iter(of(dataset, fetch_concurrency=2)), [], 0
     handler = signal.signal(signal.SIGVTALRM, interrupt)
     try:
         while len(got) < 8:
@@ -359,10 +332,8 @@ def test_an_interrupted_loop_in_line_goes_on() -> None:
 
 def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
     """What each sample holds."""
-    loader = minato.DataLoader(
-        Keyed(dataset), batch_size=4, seed=7, order="strict", collate_fn=list, **arguments
-    )
-    return {index: sample for batch in loader for index, *sample in batch}
+    loader = of(Keyed(dataset), seed=7, order="strict", collate_fn=list, **arguments)
+    return {index: sample for index, *sample in flat(loader)}
 
 
 class Keyed(Numbers):
@@ -396,27 +367,15 @@ def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
     reads: str, workers: dict[str, Any]
 ) -> None:
     dataset, options = READS[reads]
-    loader = minato.DataLoader(
-        dataset(40),
-        batch_size=4,
-        persistent_workers=workers["num_workers"] > 0,
-        **workers,
-        **options,
-    )
+    loader = of(dataset(40), **workers, **options)
     next(iter(loader))
-    assert values(loader) == [list(range(start, start + 4)) for start in range(0, 40, 4)]
+    assert values(loader) == in_fours(40)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked(method: str) -> None:
-    loader = minato.DataLoader(
-        Awaits(12),
-        batch_size=3,
-        num_workers=1,
-        multiprocessing_context=method,
-        fetch_concurrency=4,
-    )
-    assert values(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    options = {"num_workers": 1, "multiprocessing_context": method}
+    assert values(of(Awaits(12), fetch_concurrency=4, **options)) == in_fours(12)
 
 
 class Deadly(Journal):
@@ -437,27 +396,21 @@ class DeadlyBegun(Deadly, Begun):
     ("kind", "options"), [(Deadly, {"fetch_concurrency": 6}), (DeadlyBegun, {})]
 )
 def test_a_worker_that_dies_with_reads_under_way_loses_none(kind: Any, options: Any) -> None:
-    loader = minato.DataLoader(kind(24), batch_size=4, num_workers=2, **options)
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-        batches = [batch.tolist() for batch in loader]
-    assert batches == [list(range(start, start + 4)) for start in range(0, 24, 4)]
+        assert indices(of(kind(24), num_workers=2, **options)) == in_fours(24)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("dataset", "arguments", "message"),
     [
-        ({"fetch_concurrency": 0}, "fetch_concurrency=0 is too small"),
-        ({"fetch_concurrency": 2, "compat": "torch"}, "contradicts compat='torch'"),
+        (Numbers(4), {"fetch_concurrency": 0}, "fetch_concurrency=0 is too small"),
+        (Numbers(4), {"fetch_concurrency": 2, "compat": "torch"}, "contradicts compat='torch'"),
+        (Stream(0), {"fetch_concurrency": 2}, "an iterable dataset has none"),
     ],
 )
-def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_what_contradicts_itself_is_refused(dataset: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        minato.DataLoader(Numbers(4), **arguments)
-
-
-def test_an_iterable_dataset_has_no_keys_to_read_at_once() -> None:
-    with pytest.raises(ValueError, match="an iterable dataset has none"):
-        minato.DataLoader(Stream(0), fetch_concurrency=2)
+        minato.DataLoader(dataset, **arguments)
 
 
 # ---- lists that a library reads -----------------------------------------------------------------
@@ -470,20 +423,19 @@ def test_an_iterable_dataset_has_no_keys_to_read_at_once() -> None:
 def test_batches_are_read_ahead_where_that_changes_nothing_else(
     arguments: dict[str, Any], most: int
 ) -> None:
-    given = {"num_workers": 1, "batch_size": 4, **arguments}
-    deadline = time.monotonic() + 60
-    while True:  # how many it reads depends on the time that batches take
-        running = [int(batch["running"].max()) for batch in minato.DataLoader(Begins(80), **given)]
-        if not most:
-            assert max(running) == 0
-        if max(running) >= most:
-            break
-        assert time.monotonic() < deadline
+
+    def has_most() -> bool:
+        loader = of(Begins(80), **{"num_workers": 1, **arguments}, persistent_workers=False)
+        running = max(int(batch["running"].max()) for batch in loader)
+        assert most or running == 0
+        return running >= most
+
+    wait_until(has_most)  # how many it reads depends on the time that batches take
 
 
 class DrawsInLists(Numbers):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [minato.numpy_rng().random() for _ in indices]
+        return [[minato.numpy_rng().random()] for _ in indices]
 
 
 class DrawsBegun(DrawsInLists, Begun):
@@ -491,24 +443,18 @@ class DrawsBegun(DrawsInLists, Begun):
 
 
 def test_random_numbers_are_those_of_getitems() -> None:
-    def drawn(dataset: Any) -> list[Any]:
-        loader = minato.DataLoader(
-            dataset, 4, num_workers=2, seed=7, transforms=[wrapped, augmented], collate_fn=list
-        )
-        return list(loader)
-
-    assert drawn(DrawsBegun(24)) == drawn(DrawsInLists(24))
-
-
-def wrapped(value: float) -> list[float]:
-    return [value]
+    options: Any = {"seed": 7, "transforms": [augmented], "collate_fn": list}
+    begun, listed = (
+        list(of(kind(24), num_workers=2, **options)) for kind in (DrawsBegun, DrawsInLists)
+    )
+    assert begun == listed
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_samples_of_a_list_that_raise_are_skipped_in_every_order(order: str) -> None:
-    loader = minato.DataLoader(FailsBegun(24), 4, num_workers=2, errors="skip", order=order)
+    loader = of(FailsBegun(24), num_workers=2, errors="skip", order=order)
     with pytest.warns(minato.MinatoWarning, match="3 samples of this epoch were skipped"):
-        values = [value for batch in loader for value in batch.tolist()]
+        values = flat(indices(loader))
     assert sorted(values) == [index for index in range(24) if index not in (5, 6, 21)]
     assert order != "strict" or values == sorted(values)
 

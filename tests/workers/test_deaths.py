@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,44 +24,34 @@ from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers import supervision
 from minato.workers.shared_state import CurrentSample
 from minato.workers.supervision import UNREADABLE, RestartPolicy
-from tests.datasets import wait_until
+from tests.datasets import Numbers, wait_until
+from tests.edges.test_forks import forked
 from tests.selection import mostly_slow
 
 
-class Drawing:
+class Drawing(Numbers):
     """Samples of a millisecond whose content is drawn."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    seconds = 0.001
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        time.sleep(0.001)
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
         return index, torch.rand(2)
 
 
-class Deadly(Drawing):
-    """Sample 37 ends the process that runs it."""
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        if index == 37:
-            os._exit(3)
-        return super().__getitem__(index)
-
-
 class DeadlyOnce(Drawing):
-    """Sample 37 kills the first worker that runs it."""
+    """Sample 37 kills the first worker that runs it, whose child may live on."""
 
-    def __init__(self, length: int, mark: str) -> None:
+    def __init__(self, length: int, mark: Path, child: bool = False) -> None:
         super().__init__(length)
         self.mark = mark
+        self.child = child
 
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        if index == 37 and not os.path.exists(self.mark):
-            with open(self.mark, "w"):
-                pass
+    def __getitem__(self, index: int) -> Any:
+        if index == 37 and not self.mark.exists():
+            self.mark.touch()
+            if self.child:
+                self.mark.write_text(str(forked(lambda: time.sleep(60))))
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
@@ -86,11 +77,11 @@ class Killer:
     def __init__(self) -> None:
         self.killed: list[int] = []
         self.batches = 0
-        self._stop = threading.Event()
+        self.stop = threading.Event()
 
     def run(self) -> None:
         choice, seen = random.Random(1), 0
-        while not self._stop.wait(0.04):
+        while not self.stop.wait(0.04):
             children = multiprocessing.active_children()
             if children and self.batches > seen:
                 seen = self.batches
@@ -107,9 +98,6 @@ class Killer:
             wait_until(lambda: bool(self.killed))
             yield batch
 
-    def stop(self) -> None:
-        self._stop.set()
-
 
 @pytest.fixture
 def killer() -> Iterator[Killer]:
@@ -117,7 +105,7 @@ def killer() -> Iterator[Killer]:
     thread = threading.Thread(target=killer.run)
     thread.start()
     yield killer
-    killer.stop()
+    killer.stop.set()
     thread.join()
 
 
@@ -132,27 +120,28 @@ def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     assert under_fire == [content(quiet) for _ in range(2)]
 
 
-def test_a_death_wakes_whoever_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize("child", [False, True], ids=["alone", "a child of it lives on"])
+def test_a_death_wakes_whoever_waits(
+    child: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The consumer does not look again and again: it would wait for an hour here."""
     monkeypatch.setattr(dispatcher, "_LIVENESS_S", 3600.0)
-    dataset = DeadlyOnce(80, str(tmp_path / "mark"))
-    with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-        found = content(DataLoader(dataset, 4, num_workers=1, seed=0))
-    assert sorted(found) == list(range(80))
-
-
-class Slow(Drawing):
-    """Samples of 50 ms."""
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        time.sleep(0.05)
-        return super().__getitem__(index)
+    dataset = DeadlyOnce(80, tmp_path / "mark", child)
+    try:
+        with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
+            found = content(DataLoader(dataset, 4, num_workers=1, seed=0))
+        assert sorted(found) == list(range(80))
+    finally:
+        if child:
+            os.kill(int(dataset.mark.read_text()), signal.SIGKILL)
 
 
 def test_dead_workers_are_replaced_although_the_loop_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batches: Any = iter(DataLoader(Slow(400), 4, num_workers=2, prefetch_factor=8))
+    dataset = Drawing(400)
+    dataset.seconds = 0.05
+    batches: Any = iter(DataLoader(dataset, 4, num_workers=2, prefetch_factor=8))
     next(batches)
     engine = batches._source
     dispatcher = engine._dispatcher
@@ -169,43 +158,13 @@ def test_dead_workers_are_replaced_although_the_loop_does_not_wait(
     assert all(process.is_alive() for process in engine.workers)
 
 
-class LeavesChild(Drawing):
-    """Sample 37 kills the first worker that runs it, whose child lives on."""
-
-    def __init__(self, length: int, mark: str) -> None:
-        super().__init__(length)
-        self.mark = mark
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        if index == 37 and not os.path.exists(self.mark):
-            with open(self.mark, "w") as file:
-                child = os.fork()
-                if child == 0:
-                    time.sleep(60)
-                    os._exit(0)
-                file.write(str(child))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def test_a_death_is_noticed_although_a_child_lives_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr(dispatcher, "_LIVENESS_S", 3600.0)
-    mark = tmp_path / "mark"
-    try:
-        with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-            found = content(DataLoader(LeavesChild(80, str(mark)), 4, num_workers=1, seed=0))
-        assert sorted(found) == list(range(80))
-    finally:
-        os.kill(int(mark.read_text()), signal.SIGKILL)
-
-
-class DeadlyAlone(Deadly):
-    """The same, asked for lists or tensors too."""
+class DeadlyAlone(Drawing):
+    """Sample 37 ends the process that runs it; asked for lists or tensors too."""
 
     def __getitem__(self, key: Any) -> Any:
         first = key[0] if isinstance(key, list) else int(key)
+        if first == 37:
+            os._exit(3)
         return super().__getitem__(first)
 
 
@@ -223,9 +182,9 @@ def test_keys_that_cannot_be_told_apart_by_hash(keys: Any) -> None:
     assert "3 workers died there" in str(caught.value.__cause__)
 
 
-def test_workers_with_state_are_not_replaced(tmp_path: Any) -> None:
+def test_workers_with_state_are_not_replaced(tmp_path: Path) -> None:
     """Round-robin workers hold random streams that a new one would not have."""
-    dataset = DeadlyOnce(80, str(tmp_path / "mark"))
+    dataset = DeadlyOnce(80, tmp_path / "mark")
     loader = DataLoader(dataset, 4, num_workers=2, compat="torch", persistent_workers=True)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
@@ -235,43 +194,54 @@ def test_workers_with_state_are_not_replaced(tmp_path: Any) -> None:
     assert len(content(loader)) == 80
 
 
-def test_deaths_before_any_sample_add_up() -> None:
-    restart_policy = RestartPolicy(restarts=True)
-    for _ in range(2):
-        warning, error = restart_policy.report(0, 7, -signal.SIGSEGV, None, 0)
-        assert re.search(r"signal: Segmentation fault .* between samples", str(warning))
+def borne(code: int, words: str, deaths: list[tuple[int, int]]) -> RestartPolicy:
+    """A policy that warns of each of these deaths: the worker's number, and how many samples had been run."""
+    policy = RestartPolicy(restarts=True)
+    for number, progress in deaths:
+        warning, error = policy.report(number, 7, code, None, progress)
+        assert re.search(words, str(warning))
         assert error is None
-    with pytest.raises(RuntimeError, match=r"pid\(s\) 7"):
-        restart_policy.report(0, 7, -signal.SIGSEGV, None, 0)
+    return policy
 
 
-def test_kills_from_outside_before_any_sample_are_borne_longer_but_not_for_ever() -> None:
-    restart_policy = RestartPolicy(restarts=True)
-    for _ in range(9):
-        warning, error = restart_policy.report(0, 7, -signal.SIGKILL, None, 0)
-        assert re.search("killed by signal: Killed .* between samples", str(warning))
-        assert error is None
+@pytest.mark.parametrize(
+    ("code", "words", "deaths"),
+    [
+        (UNREADABLE, "Another worker takes its place", [(0, 0)]),  # it may have started
+        (-signal.SIGBUS, "between samples", [(number, 5) for number in range(10)]),  # all at once
+        (-signal.SIGSEGV, "Segmentation fault", [(0, progress) for progress in range(10)]),
+    ],
+)
+def test_deaths_that_do_not_add_up(code: int, words: str, deaths: Any) -> None:
+    assert borne(code, words, deaths).total == len(deaths)
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "words", "cause"),
+    [
+        (-signal.SIGSEGV, 2, "signal: Segmentation fault .* between samples", "3 workers died"),
+        # Kills from outside are borne longer, but not for ever.
+        (-signal.SIGKILL, 9, "by signal: Killed .* between samples", "10 workers died there"),
+        # A start that fails by an exception is not tried again.
+        (1, 0, "", "exited with code 1 before its first sample"),
+    ],
+)
+def test_deaths_before_any_sample_add_up(code: int, times: int, words: str, cause: str) -> None:
+    policy = borne(code, words, [(0, 0)] * times)
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
-        restart_policy.report(0, 7, -signal.SIGKILL, None, 0)
-    assert "10 workers died there" in str(caught.value.__cause__)
-
-
-class KilledAtTheStart:
-    """A ``worker_init_fn`` whose process is killed the first five times."""
-
-    def __init__(self, directory: Any) -> None:
-        self.directory = directory
-
-    def __call__(self, number: int) -> None:
-        starts = len(list(self.directory.iterdir()))
-        (self.directory / str(starts)).touch()
-        if starts < 5:
-            os.kill(os.getpid(), signal.SIGKILL)
+        policy.report(0, 7, code, None, 0)
+    assert cause in str(caught.value.__cause__)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_workers_that_are_killed_while_they_start_are_replaced(tmp_path: Any) -> None:
-    loader = DataLoader(Drawing(8), 4, num_workers=1, worker_init_fn=KilledAtTheStart(tmp_path))
+def test_workers_that_are_killed_while_they_start_are_replaced(tmp_path: Path) -> None:
+    def die_at_first(number: int) -> None:
+        starts = len(list(tmp_path.iterdir()))
+        (tmp_path / str(starts)).touch()
+        if starts < 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loader = DataLoader(Drawing(8), 4, num_workers=1, worker_init_fn=die_at_first)
     assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert len(list(tmp_path.iterdir())) == 6
 
@@ -287,35 +257,6 @@ def test_a_delivered_batch_is_progress() -> None:
             progress = engine._pool._recover.progress()
         assert progress - counted == delivered
         next(iterator)
-
-
-def test_workers_that_die_at_once_do_not_add_up() -> None:
-    restart_policy = RestartPolicy(restarts=True)
-    for number in range(10):
-        warning, error = restart_policy.report(number, 7, -signal.SIGBUS, None, 5)
-        assert "between samples" in str(warning)
-        assert error is None
-
-
-def test_an_exit_code_that_is_unknown_is_no_failure_to_start() -> None:
-    warning, error = RestartPolicy(restarts=True).report(0, 7, UNREADABLE, None, 0)
-    assert "Another worker takes its place" in str(warning)
-    assert error is None
-
-
-def test_a_start_that_fails_by_an_exception_is_not_tried_again() -> None:
-    with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
-        RestartPolicy(restarts=True).report(0, 7, 1, None, 0)
-    assert "exited with code 1 before its first sample" in str(caught.value.__cause__)
-
-
-def test_deaths_between_samples_do_not_add_up_while_work_goes_on() -> None:
-    restart_policy = RestartPolicy(restarts=True)
-    for progress in range(10):
-        warning, error = restart_policy.report(0, 7, -signal.SIGSEGV, None, progress)
-        assert "Segmentation fault" in str(warning)
-        assert error is None
-    assert restart_policy.total == 10
 
 
 def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +275,8 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     assert "Memory ran out" not in die(1)  # somebody killed it
     kills = 4
     told = die(2)
-    assert "Memory ran out" in told
-    assert "123456 bytes" in told
-    assert "memory_budget=999" in told
-    assert "at most 2." in told
+    for words in ("Memory ran out", "123456 bytes", "memory_budget=999", "at most 2."):
+        assert words in told
     assert window.limit == 2
     kills = 5
     assert "at most 1." in die(3)

@@ -19,7 +19,7 @@ from minato import FetchOptions
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.reads import Hedging, Read
 from minato.workers.shared_state import SharedReadLimit
-from tests.datasets import Journal, Numbers, wait_until
+from tests.datasets import Journal, Numbers, flat, wait_until
 from tests.threads import run_together
 
 
@@ -47,15 +47,10 @@ class Counted(Numbers):
 @pytest.mark.parametrize(("num_workers", "method"), [(0, "process"), (3, "process"), (2, "thread")])
 def test_all_workers_share_one_limit(num_workers: int, method: str, collate: Any) -> None:
     dataset = Counted(120, num_workers or 4)
-    loader = minato.DataLoader(
-        dataset,
-        batch_size=4,
-        num_workers=num_workers,
-        workers=method,
-        collate_fn=collate,
-        fetch_concurrency=FetchOptions(8, max_in_flight=5),
-    )
-    assert [int(i) for batch in loader for i in batch] == list(range(120))
+    options: Any = {"num_workers": num_workers, "workers": method, "collate_fn": collate}
+    fetching = FetchOptions(8, max_in_flight=5)
+    loader = minato.DataLoader(dataset, 4, fetch_concurrency=fetching, **options)
+    assert [*map(int, flat(loader))] == list(range(120))
     assert dataset.most.value <= 5
 
 
@@ -65,11 +60,8 @@ def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
     peaks: list[int] = []
 
     def hammer(number: int) -> None:
-        read_limit, random = (
-            SharedReadLimit(memory, 0, workers, most),
-            np.random.default_rng(number),
-        )
-        held = 0
+        random, held = np.random.default_rng(number), 0
+        read_limit = SharedReadLimit(memory, 0, workers, most)
         for _ in range(1500):
             held += read_limit.take(number, int(random.integers(1, 5)))
             assert held >= 1  # one is always its own
@@ -93,14 +85,9 @@ def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
 def test_a_slow_start_asks_for_little_more_than_was_delivered(slow_start: int, order: str) -> None:
     size, batch_size = 400, 5
     dataset = Journal(size)
-    loader = minato.DataLoader(
-        dataset,
-        batch_size,
-        num_workers=2,
-        order=order,
-        prefetch_factor=8,
-        fetch_concurrency=FetchOptions(6, slow_start=slow_start),
-    )
+    options: Any = {"num_workers": 2, "order": order, "prefetch_factor": 8}
+    fetching = FetchOptions(6, slow_start=slow_start)
+    loader = minato.DataLoader(dataset, batch_size, fetch_concurrency=fetching, **options)
     seen: list[int] = []
 
     def gets_going() -> bool:
@@ -221,9 +208,8 @@ def test_a_read_whose_second_request_was_answered_delays_no_end(
     # For a read that is still needed.
     monkeypatch.setattr("minato.workers.reads._GRACE_S", 100.0)
     dataset = Hangs(200, 150)
-    loader = minato.DataLoader(
-        dataset, batch_size=10, fetch_concurrency=FetchOptions(4, hedge_percentile=95), **workers
-    )
+    fetching = FetchOptions(4, hedge_percentile=95)
+    loader = minato.DataLoader(dataset, 10, fetch_concurrency=fetching, **workers)
     found = []
     for batch in loader:
         found += batch.tolist()
@@ -238,41 +224,29 @@ def test_worker_processes_report_too() -> None:
     fetching = FetchOptions(3, max_in_flight=4, slow_start=2, hedge_percentile=90)
     for context in ("fork", "forkserver"):
         before = fetching.report().reads
-        loader = minato.DataLoader(
-            Numbers(30),
-            batch_size=4,
-            num_workers=2,
-            multiprocessing_context=context,
-            fetch_concurrency=fetching,
-        )
+        options: Any = {"num_workers": 2, "multiprocessing_context": context}
+        loader = minato.DataLoader(Numbers(30), 4, fetch_concurrency=fetching, **options)
         assert torch.cat(list(loader)).tolist() == list(range(30))
         assert fetching.report().reads == before + 30
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("concurrency", "fetching", "arguments", "message"),
     [
-        (lambda: FetchOptions(0), "concurrency=0 is too small"),
-        (lambda: FetchOptions(2, max_in_flight=0), "max_in_flight=0 is too small"),
-        (lambda: FetchOptions(2, slow_start=0), "slow_start=0 is too small"),
-        (lambda: FetchOptions(2, hedge_percentile=100), "hedge_percentile=100 is not between"),
-        (
-            lambda: minato.DataLoader(
-                Numbers(4), num_workers=3, fetch_concurrency=FetchOptions(2, max_in_flight=2)
-            ),
-            "fewer than 3 workers",
-        ),
-        (
-            lambda: minato.DataLoader(
-                Numbers(4), compat="torch", fetch_concurrency=FetchOptions(1, slow_start=2)
-            ),
-            r"fetch_concurrency=FetchOptions\(concurrency=1, .*contradicts",
-        ),
+        (0, {}, {}, "concurrency=0 is too small"),
+        (2, {"max_in_flight": 0}, {}, "max_in_flight=0 is too small"),
+        (2, {"slow_start": 0}, {}, "slow_start=0 is too small"),
+        (2, {"hedge_percentile": 100}, {}, "hedge_percentile=100 is not between"),
+        (2, {"max_in_flight": 2}, {"num_workers": 3}, "fewer than 3 workers"),
+        (1, {"slow_start": 2}, {"compat": "torch"}, r"FetchOptions\(concurrency=1, .*contradicts"),
     ],
 )
-def test_what_is_not_possible_is_refused(make: Any, message: str) -> None:
+def test_what_is_not_possible_is_refused(
+    concurrency: int, fetching: Any, arguments: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        make()
+        options = FetchOptions(concurrency, **fetching)
+        minato.DataLoader(Numbers(4), fetch_concurrency=options, **arguments)
 
 
 def test_in_a_jam_second_requests_are_few() -> None:

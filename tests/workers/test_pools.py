@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
 from minato.workers.worker_process import WorkerContext, parent_watch
 from tests.datasets import wait_until
+from tests.edges.test_forks import code_of, forked
+from tests.threads import run_together
 
 FORK = multiprocessing.get_context("fork")
 
@@ -38,6 +41,7 @@ class OfServer(type(FORK)):  # type: ignore[misc]  # a base class that is comput
         return "forkserver"
 
 
+INTERRUPTED: Any = Mock(side_effect=KeyboardInterrupt)
 PATIENCE_S = 60.0
 """For what never comes, however busy the machine."""
 
@@ -78,15 +82,15 @@ class Stage:
             raise RuntimeError("too many")
 
     def processes(self, work: Any, context: Any = FORK) -> ProcessPool:
-        return ProcessPool(
-            cast(SharedState, self),
-            cast(WorkerRecovery, self),
-            functools.partial(work, stage=self),
-            context=context,
-            num_workers=2,
-            first=2,
-            max_starting=self.at_once,
-        )
+        counts = {"num_workers": 2, "first": 2, "max_starting": self.at_once}
+        work = functools.partial(work, stage=self)
+        parts = cast(SharedState, self), cast(WorkerRecovery, self)
+        return ProcessPool(*parts, work, context=context, **counts)
+
+    def started(self, work: Any) -> ProcessPool:
+        pool = self.processes(work)
+        pool.start()
+        return pool
 
 
 def obedient(number: int, stage: Stage) -> None:
@@ -106,12 +110,8 @@ def deaf(number: int, stage: Stage) -> None:
     time.sleep(60)
 
 
-def checks(pool: ProcessPool, until: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not until():
-        assert time.monotonic() < deadline
-        pool.check()
-        time.sleep(0.002)
+def exit_codes(pool: ProcessPool) -> list[int | None]:
+    return [worker.exitcode for worker in pool.processes]
 
 
 def test_a_pool_that_was_not_started_can_be_shut_down() -> None:
@@ -121,9 +121,7 @@ def test_a_pool_that_was_not_started_can_be_shut_down() -> None:
 
 
 def test_processes_may_leave_when_there_is_nothing_left_to_do() -> None:
-    stage = Stage()
-    pool = stage.processes(obedient)
-    pool.start()
+    pool = (stage := Stage()).started(obedient)
     stage.stop()
     stage.left = True
     wait_until(lambda: not any(worker.is_alive() for worker in pool.processes))
@@ -138,9 +136,7 @@ def test_an_exit_code_that_another_thread_has_taken(
 ) -> None:
     """The start of a process in any thread reaps our workers, and says only a moment later how they ended."""
     monkeypatch.setattr(supervision, "_RECORDING_S", 30.0 if told else 0.01)
-    stage = Stage()
-    pool = stage.processes(mortal)
-    pool.start()
+    pool = (stage := Stage()).started(mortal)
     dead = pool.processes[1]
     assert dead.pid is not None
     wait_until(lambda: pool._watch.first_ended() is not None)
@@ -165,9 +161,7 @@ def test_an_exit_code_that_another_thread_has_taken(
 def test_processes_that_do_not_listen(monkeypatch: pytest.MonkeyPatch, blocked: bool) -> None:
     monkeypatch.setattr(supervision, "_GRACE_S", 0.05)
     monkeypatch.setattr(supervision, "_TERMINATION_S", 0.05)
-    stage = Stage()
-    pool = stage.processes(deaf)
-    pool.start()
+    pool = (stage := Stage()).started(deaf)
     wait_until(lambda: all(stage.segment.array[200:202]))
     kill = BaseProcess.kill
 
@@ -184,37 +178,30 @@ def test_processes_that_do_not_listen(monkeypatch: pytest.MonkeyPatch, blocked: 
     for worker in pool.processes:
         worker.kill()
         worker.join()
-    assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+    assert exit_codes(pool) == [-signal.SIGKILL] * 2
 
 
 def test_a_collection_within_threading_ends_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that notices the end of processes needs the lock of threading.enumerate() to end."""
     monkeypatch.setattr(supervision, "_GRACE_S", PATIENCE_S)
     monkeypatch.setattr(supervision, "_TERMINATION_S", 0.05)
-    pool = Stage().processes(obedient)
-    pool.start()
+    pool = Stage().started(obedient)
 
     def collect() -> None:
         with threading._active_limbo_lock:  # type: ignore[attr-defined]
             pool.shut_down()
 
-    other = threading.Thread(target=collect, daemon=True)
-    other.start()
-    other.join(PATIENCE_S)
-    assert not other.is_alive()
-    assert [worker.exitcode for worker in pool.processes] == [0, 0]
+    run_together(collect, limit_s=PATIENCE_S)
+    assert exit_codes(pool) == [0, 0]
 
 
 def test_two_deaths_are_handled_though_the_first_recovery_is_interrupted() -> None:
-    stage = Stage()
-    pool = stage.processes(obedient)
-    pool.start()
+    pool = (stage := Stage()).started(obedient)
     ends = [(number, worker.pid) for number, worker in enumerate(pool.processes)]
-    for _, pid in ends:
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+    for worker in pool.processes:
+        worker.kill()
     wait_until(lambda: len(pool._watch._ended) == 2)
-    recover, pool._recover = pool._recover, interrupted
+    recover, pool._recover = pool._recover, INTERRUPTED
     with pytest.raises(KeyboardInterrupt):
         pool.check()
     pool._recover = recover
@@ -224,35 +211,25 @@ def test_two_deaths_are_handled_though_the_first_recovery_is_interrupted() -> No
     pool.shut_down()
 
 
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def test_an_interrupted_end_is_a_sudden_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_TERMINATION_S", PATIENCE_S)
-    stage = Stage()
-    pool = stage.processes(deaf)
-    pool.start()
-    pool._started._stop = interrupted
+    pool = Stage().started(deaf)
+    pool._started._stop = INTERRUPTED
     with pytest.raises(KeyboardInterrupt):
         pool.shut_down()
-    assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+    assert exit_codes(pool) == [-signal.SIGKILL] * 2
 
 
 def test_workers_end_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_GRACE_S", PATIENCE_S)
-    stage = Stage()
-    pool = stage.processes(obedient)
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    pool = Stage().processes(obedient)
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
             pool.start()
     pool.shut_down()
-    assert [worker.exitcode for worker in pool.processes] == [0, 0]
+    assert exit_codes(pool) == [0, 0]
 
 
 def parental(number: int, stage: Stage) -> None:
@@ -266,30 +243,20 @@ def parental(number: int, stage: Stage) -> None:
 
 def test_the_end_does_not_wait_for_children_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_GRACE_S", 3600.0)
-    stage = Stage()
-    pool = stage.processes(parental)
-    pool.start()
+    pool = (stage := Stage()).started(parental)
     children = stage.segment.array[208:224].view(np.int64)
     try:
         wait_until(children.all)
         pool.shut_down()
-        assert [worker.exitcode for worker in pool.processes] == [0, 0]
+        assert exit_codes(pool) == [0, 0]
     finally:
         for child in children.tolist():
             os.kill(child, signal.SIGKILL)
 
 
 def test_a_forked_copy_of_a_pool_ends_nobody() -> None:
-    stage = Stage()
-    pool = stage.processes(obedient)
-    pool.start()
-    child = os.fork()
-    if child == 0:
-        try:
-            pool.shut_down()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+    pool = (stage := Stage()).started(obedient)
+    assert code_of(forked(lambda: pool.shut_down() or True)) == 0
     assert stage.segment.array[100] == 0
     assert all(worker.is_alive() for worker in pool.processes)
     pool.shut_down()
@@ -307,7 +274,7 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     pool.wait(seen, 60)  # does not sleep
     assert pool.processes[1].pid is not None
     pool.wait(seen, 10)  # until one ends, or a signal comes: from now on somebody watches
-    checks(pool, lambda: stage.deaths)
+    wait_until(lambda: pool.check() or bool(stage.deaths))
     assert stage.deaths[0][::2] == (1, 7)
     pool.shut_down()
 
@@ -316,19 +283,18 @@ def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.M
     monkeypatch.setattr("minato.workers.pools._ARRIVAL_S", 3600.0)
     stage = Stage()
     stage.at_once = 1
-    pool = stage.processes(obedient, OfServer())
+    pool, late = (stage.processes(obedient, OfServer()) for _ in range(2))
     pool.start(lambda: False)
     pool.wait(stage.ready.events, 0.01)
-    assert [process_pool.pid is None for process_pool in pool.processes] == [False, True]
+    assert [worker.pid is None for worker in pool.processes] == [False, True]
     stage.begun = True
     pool.wait(stage.ready.events, 0.01)
-    assert all(process_pool.pid for process_pool in pool.processes)
+    assert all(worker.pid for worker in pool.processes)
     pool.shut_down()
-    late = stage.processes(obedient, OfServer())
     stage.begun = False
     monkeypatch.setattr("minato.workers.pools._ARRIVAL_S", 0.0)
     late.start(lambda: False)
-    assert all(process_pool.pid for process_pool in late.processes)
+    assert all(worker.pid for worker in late.processes)
     late.shut_down()
 
 
@@ -400,29 +366,21 @@ class Worker:
 class Threads(ThreadPool):
     """Two threads with such workers."""
 
-    def __init__(self, stage: Stage, leave: threading.Event, make: Callable[..., Any]) -> None:
+    def __init__(self, may_leave: bool = False, make: Callable[..., Any] = Worker) -> None:
+        self.leaving, self.make, stage = threading.Event(), make, Stage()
+        stage.left = may_leave
         context = SimpleNamespace(plan=SimpleNamespace(most_workers=2))
-        super().__init__(cast(SharedState, stage), cast(WorkerContext, context), leave.set)
-        self.leaving, self.make = leave, make
+        super().__init__(cast(SharedState, stage), cast(WorkerContext, context), self.leaving.set)
 
     def make_worker(self, number: int) -> Any:
         return self.make(number, self.leaving)
 
 
-def threads(
-    leave: threading.Event, may_leave: bool = False, make: Callable[..., Any] = Worker
-) -> ThreadPool:
-    stage = Stage()
-    stage.left = may_leave
-    return Threads(stage, leave, make)
-
-
 @pytest.mark.parametrize("may_leave", [False, True])
 def test_threads_that_are_gone_are_noticed(may_leave: bool) -> None:
-    leave = threading.Event()
-    pool = threads(leave, may_leave)
+    pool = Threads(may_leave)
     pool.start()
-    leave.set()
+    pool.leaving.set()
     for thread in pool.threads:
         thread.join()
     if may_leave:
@@ -434,7 +392,6 @@ def test_threads_that_are_gone_are_noticed(may_leave: bool) -> None:
 
 def test_a_thread_may_end_its_own_pool() -> None:
     # As when the garbage collector runs in a worker and finds the last reference to a loader.
-    leave = threading.Event()
     ended = threading.Event()
 
     class Ending(Worker):
@@ -447,7 +404,7 @@ def test_a_thread_may_end_its_own_pool() -> None:
             else:
                 super().work(parent_lives)
 
-    pool = threads(leave, make=Ending)
+    pool = Threads(make=Ending)
     pool.start()
     assert ended.wait(PATIENCE_S)
     for thread in pool.threads:

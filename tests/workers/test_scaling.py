@@ -28,45 +28,34 @@ def workers_of(loader: DataLoader[object]) -> int:
     return loader._history.autoscale.state.workers
 
 
-class Endless(Sleepy):
+def endless(seconds: float) -> Sleepy:
     """So many samples that a test ends before they do."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(1_000_000, seconds)
+    return Sleepy(1_000_000, seconds)
 
 
 @both_methods
 @pytest.mark.parametrize("order", mostly_slow(["strict", "arrival", "batch", "fast_first"]))
 def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
     forced(5, 1, 3, 6, 2)
-    loader = DataLoader(
-        Sleepy(400, 0.002, dict.fromkeys(range(0, 400, 17), 0.02)),
-        7,
-        num_workers=AutoScale(start=2, max=6),
-        workers=method,
-        order=order,
-        persistent_workers=True,
-    )
-    seen: set[int] = set()
-    epochs = 0
+    dataset = Sleepy(400, 0.002, dict.fromkeys(range(0, 400, 17), 0.02))
+    options = {"workers": method, "order": order, "persistent_workers": True}
+    loader = DataLoader(dataset, 7, num_workers=AutoScale(start=2, max=6), **options)
+    seen: list[int] = []
     deadline = time.monotonic() + PATIENCE_S
-    while epochs < 2 or len(seen) < 3:  # a change waits until all have had a sample
+    while len(seen) < 800 or len(set(seen)) < 3:  # a change waits until all have had a sample
         assert time.monotonic() < deadline, loader._history.autoscale
-        epochs += 1
         delivered = []
         for batch in loader:
-            delivered.append(batch.tolist())
-            seen.add(workers_of(loader))
-        assert sorted(flat(delivered)) == list(range(400))
-        if order == "strict":
-            assert flat(delivered) == list(range(400))
+            delivered += batch.tolist()
+            seen += [workers_of(loader)] * len(batch)
+        assert (delivered if order == "strict" else sorted(delivered)) == list(range(400))
     del loader
 
 
 @both_methods
 def test_workers_that_wait_become_more_while_the_loop_waits(method, caplog):
     caplog.set_level(logging.INFO, "minato")
-    loader = DataLoader(Endless(0.01), 4, num_workers=AutoScale(start=1, max=6), workers=method)
+    loader = DataLoader(endless(0.01), 4, num_workers=AutoScale(start=1, max=6), workers=method)
     deadline = time.monotonic() + PATIENCE_S
     delivered = []
     for batch in loader:
@@ -80,7 +69,7 @@ def test_workers_that_wait_become_more_while_the_loop_waits(method, caplog):
 
 @both_methods
 def test_workers_that_idle_become_fewer(method):
-    loader = DataLoader(Endless(0.001), 4, num_workers=AutoScale(start=5, min=1), workers=method)
+    loader = DataLoader(endless(0.001), 4, num_workers=AutoScale(start=5, min=1), workers=method)
     deadline = time.monotonic() + PATIENCE_S
     for _ in loader:
         time.sleep(0.02)
@@ -92,7 +81,7 @@ def test_workers_that_idle_become_fewer(method):
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
     forced(1, 4, 2, 4)
     workers = {"num_workers": AutoScale(start=1, max=4), "multiprocessing_context": "fork"}
-    iterator = iter(DataLoader(Endless(0.001), 4, **workers))
+    iterator = iter(DataLoader(endless(0.001), 4, **workers))
     at_first = [process.pid for process in loader_processes(iterator)]
     assert None not in at_first
     for _ in range(200):
@@ -105,13 +94,8 @@ def test_forked_workers_are_all_there_before_the_first_batch(forced):
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_other_workers_are_started_when_they_are_wanted(start_method, forced):
     forced(2)
-    loader = DataLoader(
-        Numbers(100_000),
-        4,
-        num_workers=AutoScale(start=1, max=3),
-        multiprocessing_context=start_method,
-    )
-    iterator = iter(loader)
+    workers = {"num_workers": AutoScale(start=1, max=3), "multiprocessing_context": start_method}
+    iterator = iter(DataLoader(Numbers(100_000), 4, **workers))
     delivered: list[list[int]] = []
     processes = loader_processes(iterator)
     assert [process.pid is not None for process in processes] == [True, False, False]
@@ -142,9 +126,8 @@ def test_only_wanted_workers_are_initialised_and_work(tmp_path, forced):
     def note(number: int) -> None:
         (tmp_path / str(number)).touch()
 
-    loader = DataLoader(
-        Marks(60), 5, num_workers=AutoScale(start=2, min=2, max=5), worker_init_fn=note
-    )
+    scale = AutoScale(start=2, min=2, max=5)
+    loader = DataLoader(Marks(60), 5, num_workers=scale, worker_init_fn=note)
     assert set(flat(indices(loader))) <= {0, 1}
     assert {path.name for path in tmp_path.iterdir()} <= {"0", "1"}
 
@@ -152,7 +135,7 @@ def test_only_wanted_workers_are_initialised_and_work(tmp_path, forced):
 @both_methods
 def test_a_loop_that_is_left_leaves_nobody(method, forced):
     forced(3, 1)
-    loader = DataLoader(Endless(0.001), 4, num_workers=AutoScale(start=1, max=3), workers=method)
+    loader = DataLoader(endless(0.001), 4, num_workers=AutoScale(start=1, max=3), workers=method)
     for number, _ in enumerate(loader):
         if number == 50:
             break
@@ -161,12 +144,8 @@ def test_a_loop_that_is_left_leaves_nobody(method, forced):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
-    loader = DataLoader(
-        Sleepy(120, 0.005),
-        4,
-        num_workers=AutoScale(start=2, min=2, max=3),
-        multiprocessing_context="fork",  # so that the one that stands by is there
-    )
+    workers = {"num_workers": AutoScale(start=2, min=2, max=3), "multiprocessing_context": "fork"}
+    loader = DataLoader(Sleepy(120, 0.005), 4, **workers)  # the one that stands by is there
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         iterator = iter(loader)
         delivered = [next(iterator).tolist()]
@@ -177,35 +156,33 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=AutoScale(start=1, max=16))
-    assert loader._history.autoscale is not None
-    assert loader._history.autoscale.numbers(persistent=False) == (1, 16)
-    autoscale_state = loader._history.autoscale
-    autoscale_state.state, autoscale_state.tried = ControllerState(3), True
-    assert loader._history.autoscale.numbers(persistent=False) == (3, 6)
-    assert loader._history.autoscale.numbers(persistent=True) == (3, 16)
+    autoscale = loader._history.autoscale
+    assert autoscale.numbers(persistent=False) == (1, 16)
+    autoscale.state, autoscale.tried = ControllerState(3), True
+    assert autoscale.numbers(persistent=False) == (3, 6)
+    assert autoscale.numbers(persistent=True) == (3, 16)
     iterator = iter(loader)
     assert len(loader_processes(iterator)) == 6
     assert flat(indices(iterator)) == list(range(8))
 
 
 @pytest.mark.parametrize(
-    ("cores", "arguments", "expected"),
+    ("cores", "given", "expected"),
     [
-        (2.0, {"num_workers": "auto"}, (2, 1, 16)),
-        (2.5, {"num_workers": "auto"}, (2, 1, 16)),
-        (6.0, {"num_workers": "auto"}, (6, 1, 32)),
-        (64.0, {"num_workers": "auto"}, (12, 1, 64)),
-        (64.0, {"num_workers": lambda: AutoScale(max=8)}, (8, 1, 8)),
-        (2.0, {"num_workers": lambda: AutoScale(min=4)}, (4, 4, 16)),
-        (2.0, {"num_workers": lambda: AutoScale(start=3, max=5)}, (3, 1, 5)),
-        (2.0, {"num_workers": lambda: AutoScale(start=3, min=3)}, (3, 3, 16)),
-        (2.0, {"num_workers": lambda: AutoScale(start=24, min=3)}, (24, 3, 24)),
+        (2.0, None, (2, 1, 16)),
+        (2.5, None, (2, 1, 16)),
+        (6.0, None, (6, 1, 32)),
+        (64.0, None, (12, 1, 64)),
+        (64.0, {"max": 8}, (8, 1, 8)),
+        (2.0, {"min": 4}, (4, 4, 16)),
+        (2.0, {"start": 3, "max": 5}, (3, 1, 5)),
+        (2.0, {"start": 3, "min": 3}, (3, 3, 16)),
+        (2.0, {"start": 24, "min": 3}, (24, 3, 24)),
     ],
 )
-def test_limits_follow_from_the_cores(cores, arguments, expected, monkeypatch):
+def test_limits_follow_from_the_cores(cores, given, expected, monkeypatch):
     monkeypatch.setattr("minato.options.available_cores", lambda: cores)
-    scale = arguments["num_workers"]
-    scale = scale() if callable(scale) else scale
+    scale = AutoScale(**given) if given else "auto"
     loader = DataLoader(Numbers(8), num_workers=scale)
     limits = loader._options.autoscale
     assert (loader.num_workers, limits.min, limits.max) == expected
@@ -247,27 +224,16 @@ def test_a_number_that_is_assigned_later_is_fixed():
         assert flat(indices(iterator)) == list(range(20))
 
 
-def test_the_papers_controller_can_be_had():
-    loader = DataLoader(
-        Numbers(200),
-        4,
-        num_workers=AutoScale(start=2, max=4, controller="paper"),
-    )
-    assert flat(indices(loader)) == list(range(200))
-
-
-def test_the_papers_constants_can_be_chosen():
+def test_the_papers_controller_can_be_had_and_its_constants_chosen():
     mine = PaperController(alpha=0.5, beta=3, theta=0.9, clip=1, smoothing=1.0)
-    loader = DataLoader(
-        Numbers(200),
-        4,
-        num_workers=AutoScale(start=2, max=4, controller=mine),
-    )
-    autoscale_state = loader._history.autoscale
-    assert autoscale_state.controller == "paper"
-    settings = autoscale_state.settings
-    assert (settings.least, settings.most, settings.paper) == (1, 4, mine)
-    assert sorted(flat(indices(loader))) == list(range(200))
+    for controller, constants in (("paper", PaperController()), (mine, mine)):
+        scale = AutoScale(start=2, max=4, controller=controller)
+        loader = DataLoader(Numbers(200), 4, num_workers=scale)
+        autoscale = loader._history.autoscale
+        assert autoscale.controller == "paper"
+        settings = autoscale.settings
+        assert (settings.least, settings.most, settings.paper) == (1, 4, constants)
+        assert flat(indices(loader)) == list(range(200))
     for wrong in ({"alpha": -1}, {"clip": -1}, {"theta": 1.5}, {"smoothing": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             PaperController(**wrong)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,36 +32,24 @@ class Setting:
 
     def __init__(
         self,
-        dataset: Any,
         batches: list[list[Any]],
         order: str = "strict",
         collates: bool = False,
-        failure: Exception | None = None,
         active: int = 1,
         most_workers: int = 8,
     ) -> None:
         self.bench = Bench(order, max_lag=8, fixed=8)
         self.writer = Journal(self.bench, collates)
-        self.meters = Meters(0)
         ledger = self.bench.workers[0]
-        lease, fetcher = ledger.lease, Fetcher(dataset, Transforms(), batched=True)
-        stage_runner = (
-            None
-            if fetcher.takes_lists
-            else StageRunner(dataset, Transforms(), lease=lease, meters=self.meters)
-        )
-        self.runner = Runner(
-            worker_plan(),
-            lease=lease,
-            meters=self.meters,
-            stage_runner=stage_runner,
-        )
-        self.runner.failure = failure
+        dataset = Bad()
+        shared: Any = {"lease": ledger.lease, "meters": Meters(0)}
+        stages = StageRunner(dataset, Transforms(), **shared)
+        self.runner = Runner(worker_plan(), stage_runner=stages, **shared)
         parts = WorkerParts(
             worker_plan(most_workers=most_workers),
             ledger,
             cast(SharedState, Shared(self.bench, active)),
-            fetcher,
+            Fetcher(dataset, Transforms(), batched=True),
             self.runner,
             cast(BatchWriter, self.writer),
         )
@@ -79,7 +67,7 @@ class Setting:
 
 def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     batches = [list(range(100 * i, 100 * i + 20)) for i in range(1, 8)]
-    setting = Setting(Bad(), batches)
+    setting = Setting(batches)
     runs = [entry[2] for entry in setting.run() if entry[0] == "samples"]
     assert len(runs[0]) == 1
     assert max(map(len, runs)) > 1
@@ -101,18 +89,15 @@ def test_samples_that_cost_little_more_than_a_handover_are_not_handed_over(
     order: str, handover_ns: float, active: int, whole: bool
 ) -> None:
     batches = [list(range(100 * i, 100 * i + 4)) for i in range(1, 8)]
-    setting = Setting(Bad(), batches, order, collates=True, active=active)
+    setting = Setting(batches, order, collates=True, active=active)
     setting.writer.handover_ns = handover_ns
-    setting.runner.cost_estimate.draws = False
-    setting.runner.cost_estimate.mean_ns = (
-        1.5e7  # more than the longest run of samples that are handed over
-    )
-    setting.worker.step()  # by then the worker knows the order
-    setting.writer.journal.clear()
-    setting.runner.cost_estimate.mean_ns = 1.5e7
-    setting.worker.step()
-    setting.runner.cost_estimate.mean_ns = 1.5e7
-    setting.worker.step()
+    estimate = setting.runner.cost_estimate
+    estimate.draws = False
+    for turn in range(3):
+        estimate.mean_ns = 1.5e7  # more than the longest run of samples that are handed over
+        setting.worker.step()
+        if turn == 0:  # by then the worker knows the order
+            setting.writer.journal.clear()
     kinds = [entry[0] for entry in setting.writer.journal]
     assert ("collated" in kinds) == whole
 
@@ -128,7 +113,7 @@ def test_samples_that_cost_little_more_than_a_handover_are_not_handed_over(
     ],
 )
 def test_what_is_left_of_an_epoch_is_divided(active: int, cost_ns: float, runs: list[int]) -> None:
-    setting = Setting(Bad(), [[*range(10 * i, 10 * i + 8)] for i in range(1, 5)], active=active)
+    setting = Setting([[*range(10 * i, 10 * i + 8)] for i in range(1, 5)], active=active)
     estimate = setting.runner.cost_estimate
     estimate.draws, estimate.mean_ns = False, cost_ns
     while setting.worker.step():
@@ -142,7 +127,7 @@ def test_a_worker_without_others_takes_whole_batches_first_or_where_samples_are_
     collates: bool, whole: int
 ) -> None:
     batches = [[*range(100 * i, 100 * i + 4)] for i in range(1, 8)]
-    setting = Setting(Bad(), batches, collates=collates, most_workers=1)
+    setting = Setting(batches, collates=collates, most_workers=1)
     while setting.worker.step():
         setting.runner.cost_estimate.mean_ns = 1e9
     written = [len(entry[-1]) for entry in setting.writer.journal if entry != "collate"]
@@ -150,18 +135,18 @@ def test_a_worker_without_others_takes_whole_batches_first_or_where_samples_are_
 
 
 def test_a_worker_leaves_when_it_is_told_to() -> None:
-    setting = Setting(Bad(), [[1, 2]])
+    setting = Setting([[1, 2]])
     setting.bench.ledger.shut_down(drain=True)
     setting.worker.loop(lambda: True)
     assert setting.ready() == [True]
-    other = Setting(Bad(), [[1, 2]])
+    other = Setting([[1, 2]])
     other.bench.ledger.shut_down()
     other.worker.loop(lambda: True)
     assert other.writer.journal == []
 
 
 def test_a_worker_does_not_leave_what_is_published_while_it_looks() -> None:
-    setting = Setting(Bad(), [])
+    setting = Setting([])
     look = setting.worker.step
 
     def step() -> bool:
@@ -178,34 +163,26 @@ def test_a_worker_does_not_leave_what_is_published_while_it_looks() -> None:
 
 def test_a_worker_leaves_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.workers.worker._PATIENCE_S", 0.01)
-    setting = Setting(Bad(), [[1, 2]])
-    asked: list[bool] = []
-
-    def parent_lives() -> bool:
-        asked.append(len(asked) < 2)
-        return asked[-1]
-
+    setting = Setting([[1, 2]])
+    parent_lives = Mock(side_effect=[True, True, False])
     setting.worker.loop(parent_lives)
-    assert asked == [True, True, False]
+    assert parent_lives.call_count == 3
     assert setting.ready() == [True]
 
 
-class StopsFirst:
-    """An event count whose loader ends in the very moment before a worker looks at it."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self._stop = stop
-
-    @property
-    def events(self) -> int:
-        self._stop()
-        return 0
-
-    def wait(self, seen: int, timeout_s: float) -> bool:
-        raise AssertionError("it sleeps through the end")
-
-
 def test_an_end_between_two_looks_is_not_slept_through() -> None:
-    setting = Setting(Bad(), [])
-    setting.worker.events = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
+    setting = Setting([])
+
+    class StopsFirst:
+        """An event count whose loader ends in the very moment before a worker looks at it."""
+
+        @property
+        def events(self) -> int:
+            setting.bench.ledger.shut_down()
+            return 0
+
+        def wait(self, seen: int, timeout_s: float) -> bool:
+            raise AssertionError("it sleeps through the end")
+
+    setting.worker.events = StopsFirst()  # type: ignore[assignment]
     setting.worker.loop(lambda: True)
