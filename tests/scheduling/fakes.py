@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch.utils.data import default_collate
@@ -54,14 +54,6 @@ class Slots:
 
     def release(self, slot: Range, used_bytes: int = 0) -> None:
         self.taken.remove(slot)
-
-
-class Indices(LocalStore):
-    """Stores indices that are no integers."""
-
-    @property
-    def kept(self) -> dict[int, Any]:
-        return self._values
 
 
 class Pool:
@@ -156,28 +148,19 @@ class Bench:
         self.ledger = ConsumerLedger(self.segment.array, sizes, self.segment.descriptor)
         self.workers = [self.ledger.worker(number) for number in range(workers)]
         self.slots = Slots()
-        self.indices = Indices(self.segment)
+        self.indices = LocalStore(self.segment)
         self.pool = Pool()
-        how = make_order(order, max_lag)
-        self.window = PrefetchWindow(
-            workers,
-            fixed=fixed,
-            budget_bytes=10**9,
-            max_batches=None if how.keeps_places else max_lag,
-        )
+        how, limits = make_order(order, max_lag), {"fixed": fixed, "budget_bytes": 10**9}
+        most = None if how.keeps_places else max_lag
+        self.window = PrefetchWindow(workers, max_batches=most, **limits)
         self.discarded: list[int] = []
+        ends = {"timeout_s": timeout_s, "one_epoch": one_epoch}
         self.dispatcher = Dispatcher(
             self.ledger,
             ready_events=EventCount(self.segment.array, READY_EVENTS_OFFSET),
             pool=self.pool,
             storage=BatchStorage(cast(Arena, self.slots), self.indices, self._discard),
-            schedule=Schedule(
-                self.window,
-                how,
-                assignment or Assignment(),
-                timeout_s=timeout_s,
-                one_epoch=one_epoch,
-            ),
+            schedule=Schedule(self.window, how, assignment or Assignment(), **ends),
         )
 
     def _discard(self, record: int, slot: Range) -> None:
@@ -187,23 +170,19 @@ class Bench:
     # ---- the consumer
 
     def begin(
-        self,
-        batches: Iterable[Any],
-        epoch: int = 0,
-        seed: int = 0,
-        following: Any = None,
-        end: int | None = None,
+        self, batches: Any, epoch: int = 0, seed: int = 0, following: Any = None, end: Any = None
     ) -> bool:
         self.account = Account(end)
+        options: Any = {"predict_next": lambda: following, "progress": self.account}
         was_right = self.dispatcher.begin(
-            IndexBatches.of(batches),
-            epoch=epoch,
-            seed=seed,
-            predict_next=lambda: following,
-            progress=self.account,
+            IndexBatches.of(batches), epoch=epoch, seed=seed, **options
         )
         self.dispatcher.refill()
         return was_right
+
+    def begun(self, *arguments: Any, **options: Any) -> Bench:
+        self.begin(*arguments, **options)
+        return self
 
     def next(self) -> list[Any]:
         """Indices of the next batch, as they were when it was opened."""
@@ -257,8 +236,7 @@ class Bench:
                 worker.attach(place, 64 | SAMPLE_BLOB, 0)
 
         def fill(first: int, count: int) -> None:
-            outcome = worker.fill_run(batch, lease.k + first, count)
-            self._finished(batch, outcome)
+            self._finished(batch, worker.fill_run(batch, lease.k + first, count))
 
         def result(*_: int) -> None:
             worker.set_result(batch, 64 | SAMPLE_BLOB, 0)

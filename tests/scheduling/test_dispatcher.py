@@ -19,8 +19,7 @@ PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_strict_gives_batches_in_order_though_they_are_finished_in_another() -> None:
-    bench = Bench("strict", fixed=3)
-    bench.begin(PAIRS)
+    bench = Bench("strict", fixed=3).begun(PAIRS)
     leases = [bench.claim(count=2) for _ in range(3)]
     bench.pool.script = [lambda: bench.finish(leases[2]), lambda: bench.finish(leases[0])]
     assert bench.next() == [0, 1]
@@ -32,8 +31,7 @@ def test_strict_gives_batches_in_order_though_they_are_finished_in_another() -> 
 
 
 def test_batch_order_gives_the_first_that_is_complete() -> None:
-    bench = Bench("batch", fixed=3)
-    bench.begin(PAIRS[:3])
+    bench = Bench("batch", fixed=3).begun(PAIRS[:3])
     leases = [bench.claim(count=2) for _ in range(3)]
     bench.finish(leases[2])
     assert bench.next() == [4, 5]
@@ -43,8 +41,7 @@ def test_batch_order_gives_the_first_that_is_complete() -> None:
 
 
 def test_arrival_fills_the_oldest_batch_with_whatever_is_ready() -> None:
-    bench = Bench("arrival", max_lag=10, fixed=4)
-    bench.begin(PAIRS[:4])
+    bench = Bench("arrival", max_lag=10, fixed=4).begun(PAIRS[:4])
     slow = bench.claim()
     first = bench.dispatcher._open[0].record
     assert bench.finish(bench.claim()) == bench.finish(bench.claim()) == [first]
@@ -57,8 +54,7 @@ def test_arrival_fills_the_oldest_batch_with_whatever_is_ready() -> None:
 
 @pytest.mark.parametrize("max_lag", [2, 3])
 def test_arrival_binds_a_sample_before_it_is_too_late(max_lag: int) -> None:
-    bench = Bench("arrival", max_lag=max_lag, fixed=8)
-    bench.begin(PAIRS)
+    bench = Bench("arrival", max_lag=max_lag, fixed=8).begun(PAIRS)
     assert bench.dispatcher.num_open == max_lag  # else samples would be bound before they are late
     slow = bench.claim()
     records = [item.record for item in bench.dispatcher._open]
@@ -86,8 +82,7 @@ def test_orders_that_give_each_sample_its_own_place(name: str, max_lag: int, bou
 
 
 def test_fast_first_puts_late_samples_into_the_newest_batch() -> None:
-    bench = Bench("fast_first", max_lag=10, fixed=3)
-    bench.begin(PAIRS[:3])
+    bench = Bench("fast_first", max_lag=10, fixed=3).begun(PAIRS[:3])
     records = [item.record for item in bench.dispatcher._open]
     assert bench.finish(bench.claim(), late=True) == [records[2]]
     assert bench.finish(bench.claim(), late=False) == [records[0]]
@@ -96,8 +91,7 @@ def test_fast_first_puts_late_samples_into_the_newest_batch() -> None:
 
 
 def test_no_more_batches_are_open_than_the_window_allows() -> None:
-    bench = Bench(fixed=3)
-    bench.begin(PAIRS)
+    bench = Bench(fixed=3).begun(PAIRS)
     assert bench.dispatcher.num_open == 3
     bench.work(2)
     bench.dispatcher.next()
@@ -153,8 +147,7 @@ def test_workers_are_woken_once_for_the_batches_that_are_opened_together(
 
 
 def test_a_fixed_window_is_kept_full() -> None:
-    bench = Bench(fixed=16)
-    bench.begin([[i] for i in range(40)])
+    bench = Bench(fixed=16).begun([[i] for i in range(40)])
     for _ in range(4):
         bench.work(1)
         bench.take()
@@ -163,8 +156,7 @@ def test_a_fixed_window_is_kept_full() -> None:
 
 
 def test_the_window_grows_when_everything_is_claimed_and_the_consumer_waits() -> None:
-    bench = Bench(fixed=None, workers=1)
-    bench.begin([[i] for i in range(12)])
+    bench = Bench(fixed=None, workers=1).begun([[i] for i in range(12)])
     assert bench.dispatcher.num_open == 2
     straggler = bench.claim()
     bench.work_all()
@@ -183,8 +175,7 @@ def test_the_window_grows_when_everything_is_claimed_and_the_consumer_waits() ->
 
 
 def test_the_window_does_not_grow_while_there_is_something_to_claim() -> None:
-    bench = Bench(fixed=None, workers=1)
-    bench.begin([[i] for i in range(12)])
+    bench = Bench(fixed=None, workers=1).begun([[i] for i in range(12)])
     bench.pool.script = [lambda: bench.finish(bench.claim())]
     assert bench.next() == [0]
     assert bench.window.limit == 2
@@ -194,16 +185,15 @@ def test_indices_that_are_no_integers_are_kept_until_the_batch_is_done() -> None
     bench = Bench(fixed=5)
     batches = [["a", 1], [True], [2**63], [-(2**63), 2**63 - 1], [(1, 2)]]
     bench.begin(batches)
-    assert list(bench.indices.kept.values()) == [["a", 1], [True], [2**63], [(1, 2)]]
+    assert list(bench.indices._values.values()) == [["a", 1], [True], [2**63], [(1, 2)]]
     bench.always_work()
     assert bench.rest() == batches
-    assert bench.indices.kept == {}
+    assert bench.indices._values == {}
     assert bench.slots.taken == set()
 
 
 def test_an_empty_batch_has_a_place_for_its_result() -> None:
-    bench = Bench()
-    bench.begin([[], [1]])
+    bench = Bench().begun([[], [1]])
     lease = bench.claim()
     assert lease.count == 1
     bench.finish(lease)
@@ -213,8 +203,7 @@ def test_an_empty_batch_has_a_place_for_its_result() -> None:
 
 
 def test_the_end_of_an_epoch() -> None:
-    bench = Bench(fixed=2)
-    bench.begin([])
+    bench = Bench(fixed=2).begun([])
     assert bench.dispatcher.over
     assert bench.rest() == []
     bench.begin(PAIRS[:1])
@@ -228,8 +217,7 @@ def test_the_end_of_an_epoch() -> None:
 
 def test_samples_that_do_not_exist_leave_their_batch_short_or_none() -> None:
     """As where a reader has ended: a worker delivers a batch short, or says that it has no samples."""
-    bench = Bench(fixed=4)
-    bench.begin(PAIRS[:4], end=3)
+    bench = Bench(fixed=4).begun(PAIRS[:4], end=3)
     for _ in range(2):
         bench.finish(bench.claim(count=2))
     for _ in range(2):
@@ -245,8 +233,7 @@ def test_samples_that_do_not_exist_leave_their_batch_short_or_none() -> None:
 
 def test_workers_may_leave_when_the_only_epoch_runs_dry() -> None:
     for one_epoch in (True, False):
-        bench = Bench(fixed=2, one_epoch=one_epoch)
-        bench.begin(PAIRS[:3])
+        bench = Bench(fixed=2, one_epoch=one_epoch).begun(PAIRS[:3])
         assert not bench.ledger.draining
         bench.always_work()
         assert bench.rest() == PAIRS[:3]
@@ -257,8 +244,7 @@ def test_workers_may_leave_when_the_only_epoch_runs_dry() -> None:
 
 
 def test_timeout() -> None:
-    bench = Bench(timeout_s=0.02)
-    bench.begin(PAIRS)
+    bench = Bench(timeout_s=0.02).begun(PAIRS)
     bench.pool.script = [lambda: None] * 10**6
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.02 seconds"):
         bench.next()
@@ -267,10 +253,16 @@ def test_timeout() -> None:
     assert bench.next() == [0, 1]
 
 
-def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with torch: a slow sampler does not. Nor does a stop of the process, during the wait or at any other line."""
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The dispatcher's clock, which the test turns on."""
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch: a slow sampler does not. Nor does a stop of the process, during the wait or at any other line."""
+    now = clock_of(monkeypatch)
 
     def pass_by() -> None:
         now.s += 100.0
@@ -280,21 +272,18 @@ def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
             pass_by()
             yield pair
 
-    bench = Bench(timeout_s=0.5, fixed=1)
-    bench.begin(slowly())
+    bench = Bench(timeout_s=0.5, fixed=1).begun(slowly())
     bench.pool.script = [lambda: None, pass_by, bench.work_all] * len(PAIRS)
     assert bench.rest() == PAIRS
 
 
 def test_the_wait_uses_up_the_timeout_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: now.s))
+    now = clock_of(monkeypatch)
 
     def wait() -> None:
         now.s += 0.9
 
-    bench = Bench(timeout_s=2.5, fixed=1)
-    bench.begin(PAIRS)
+    bench = Bench(timeout_s=2.5, fixed=1).begun(PAIRS)
     bench.pool.script = [wait] * 4
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 2\.5 seconds"):
         bench.next()
@@ -304,8 +293,7 @@ def test_the_wait_uses_up_the_timeout_in_pieces(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dead_workers_are_noticed_while_waiting() -> None:
-    bench = Bench()
-    bench.begin(PAIRS)
+    bench = Bench().begun(PAIRS)
     bench.pool.script = [lambda: None]
     bench.pool.dead = RuntimeError("somebody died")
     with pytest.raises(RuntimeError, match="somebody died"):
@@ -314,24 +302,18 @@ def test_dead_workers_are_noticed_while_waiting() -> None:
 
 
 def test_a_batch_larger_than_everything_in_flight_is_refused() -> None:
-    bench = Bench(positions=16)
-    bench.begin([[1] * 16])
+    bench = Bench(positions=16).begun([[1] * 16])
     with pytest.raises(ValueError, match="a batch of 17 samples is more than the 16.*batch_size"):
         bench.begin([[1] * 17])
 
 
-def test_batches_wait_for_positions_and_records() -> None:
-    bench = Bench(positions=16, batches=3, fixed=10)
+@pytest.mark.parametrize(("positions", "most"), [(16, 2), (64, 3)])
+def test_batches_wait_for_positions_and_records(positions: int, most: int) -> None:
     batches = [[i] * 6 for i in range(9)]
-    bench.begin(batches)
-    assert bench.dispatcher.num_open == 2
+    bench = Bench(positions=positions, batches=3, fixed=10).begun(batches)
+    assert bench.dispatcher.num_open == most
     bench.always_work()
     assert bench.rest() == batches
-    small = Bench(positions=64, batches=3, fixed=10)
-    small.begin(batches)
-    assert small.dispatcher.num_open == 3
-    small.always_work()
-    assert small.rest() == batches
 
 
 def test_errors_of_the_sampler_come_through() -> None:
@@ -350,8 +332,7 @@ def test_errors_of_the_sampler_come_through() -> None:
 
 
 def test_a_new_epoch_drops_what_is_open() -> None:
-    bench = Bench(fixed=3)
-    bench.begin(PAIRS)
+    bench = Bench(fixed=3).begun(PAIRS)
     running = bench.claim(count=2)
     finished = bench.claim(count=2)
     bench.finish(finished)
@@ -368,8 +349,7 @@ def test_a_new_epoch_drops_what_is_open() -> None:
 
 def test_a_cancelled_epoch_waits_for_samples_whose_batch_was_delivered() -> None:
     # Such a sample needs a place in one of the batches that were dropped.
-    bench = Bench("arrival", max_lag=10, fixed=3)
-    bench.begin(PAIRS)
+    bench = Bench("arrival", max_lag=10, fixed=3).begun(PAIRS)
     slow = bench.claim()
     bench.work(2)
     bench.take()
@@ -382,8 +362,7 @@ def test_a_cancelled_epoch_waits_for_samples_whose_batch_was_delivered() -> None
 
 
 def test_a_cancelled_epoch_that_takes_up_all_room_is_swept_while_the_next_one_waits() -> None:
-    bench = Bench(fixed=2, positions=4)
-    bench.begin([[1, 2], [3, 4]])
+    bench = Bench(fixed=2, positions=4).begun([[1, 2], [3, 4]])
     running = bench.claim()
     bench.begin([[5, 6]])
     bench.pool.script = [lambda: bench.finish(running), lambda: None, bench.work_all]
@@ -411,8 +390,7 @@ def predicted(*batches: list[int], epoch: int = 1, seed: int = 0) -> Any:
 
 
 def test_the_next_epoch_is_prefetched() -> None:
-    bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6], [5, 4]))
+    bench = Bench(fixed=4).begun(PAIRS[:2], following=predicted([9, 8], [7, 6], [5, 4]))
     assert bench.dispatcher.num_open == 4
     ahead = [item.record for item in bench.dispatcher._prefetched]
     bench.work_all()
@@ -423,25 +401,20 @@ def test_the_next_epoch_is_prefetched() -> None:
     assert bench.rest() == [[9, 8], [7, 6], [5, 4]]
 
 
+RIGHT = [[9, 8], [7, 6]]
+
+
 @pytest.mark.parametrize(
     ("batches", "epoch", "seed"),
-    [
-        ([[9, 8], [6, 7]], 1, 0),
-        ([[9, 8]], 1, 0),
-        ([], 1, 0),
-        ([[9, 8], [7, 6]], 2, 0),
-        ([[9, 8], [7, 6]], 1, 5),
-    ],
+    [([[9, 8], [6, 7]], 1, 0), ([[9, 8]], 1, 0), ([], 1, 0), (RIGHT, 2, 0), (RIGHT, 1, 5)],
 )
 def test_wrong_predictions_are_dropped(batches: list[list[int]], epoch: int, seed: int) -> None:
-    bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6]))
+    bench = Bench(fixed=4).begun(PAIRS[:2], following=predicted([9, 8], [7, 6]))
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
     assert not bench.begin(batches, epoch, seed)
     assert len(bench.discarded) == 2
-    opened = bench.dispatcher._open
-    records = [bench.ledger.describe(item.record) for item in opened]
+    records = [bench.ledger.describe(item.record) for item in bench.dispatcher._open]
     assert all((record.epoch, record.seed) == (epoch, seed) for record in records)
     bench.always_work()
     assert bench.rest() == batches
@@ -449,8 +422,7 @@ def test_wrong_predictions_are_dropped(batches: list[list[int]], epoch: int, see
 
 
 def test_an_unknown_epoch_is_not_prefetched() -> None:
-    bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], following=None)
+    bench = Bench(fixed=4).begun(PAIRS[:2], following=None)
     assert bench.dispatcher.num_open == 2
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
@@ -458,16 +430,16 @@ def test_an_unknown_epoch_is_not_prefetched() -> None:
 
 
 def test_an_early_end_drops_prefetched_batches() -> None:
-    bench = Bench(fixed=4)
-    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6]))
+    bench = Bench(fixed=4).begun(PAIRS[:2], following=predicted([9, 8], [7, 6]))
     bench.dispatcher.cancel_all()
     assert len(bench.discarded) == 4
     assert bench.slots.taken == set()
 
 
 def test_samples_of_the_next_epoch_do_not_enter_this_one() -> None:
-    bench = Bench("arrival", max_lag=10, fixed=4)
-    bench.begin(PAIRS[:2], following=predicted([9, 8], [7, 6]))
+    bench = Bench("arrival", max_lag=10, fixed=4).begun(
+        PAIRS[:2], following=predicted([9, 8], [7, 6])
+    )
     slow = [bench.claim(), bench.claim(1)]
     ahead = {item.record for item in bench.dispatcher._prefetched}
     bench.work(2)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import pytest
 
 from minato.scheduling.prefetch_window import PrefetchWindow
 
 
+def window_of(num_workers: int, budget_bytes: int = 10**9, **options: Any) -> PrefetchWindow:
+    return PrefetchWindow(num_workers, fixed=None, budget_bytes=budget_bytes, **options)
+
+
 def test_a_window_starts_as_torchs() -> None:
-    window = PrefetchWindow(3, fixed=None, budget_bytes=10**9)
+    window = window_of(3)
     assert [window.has_room(n) for n in (0, 5, 6, 7)] == [True, True, False, False]
-    assert [PrefetchWindow(0, fixed=None, budget_bytes=10**9).has_room(n) for n in (1, 2)] == [
-        True,
-        False,
-    ]
+    assert [window_of(0).has_room(n) for n in (1, 2)] == [True, False]
 
 
 def test_a_window_grows_by_the_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
-    window = PrefetchWindow(3, fixed=None, budget_bytes=10**9)
+    window = window_of(3)
     with caplog.at_level(logging.INFO, "minato"):
         assert window.grow()
     assert caplog.messages == ["the prefetch window grows to 9 batches"]
@@ -28,7 +30,7 @@ def test_a_window_grows_by_the_number_of_workers(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_window_grows_for_the_cost_of_opening_only_while_its_batches_are_small() -> None:
-    windows = [PrefetchWindow(2, fixed=None, budget_bytes=10**9) for _ in range(3)]
+    windows = [window_of(2) for _ in range(3)]
     for window, nbytes in zip(windows, (0, 1000, 1 << 20), strict=True):
         window.expect(nbytes)
         for _ in range(99):
@@ -45,11 +47,11 @@ def test_a_fixed_window_stays() -> None:
 
 
 def test_the_budget_bounds_the_window() -> None:
-    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window = window_of(2, 1000)
     window.observe(300)
     assert [window.has_room(n) for n in (0, 1, 2, 3)] == [True, True, True, False]
     assert not window.grow()
-    small = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    small = window_of(2, 1000)
     small.observe(10)
     grown = 0
     while small.grow():
@@ -60,7 +62,7 @@ def test_the_budget_bounds_the_window() -> None:
 
 
 def test_the_budget_bounds_the_window_before_a_batch_is_returned() -> None:
-    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window = window_of(2, 1000)
     window.expect(300)
     assert not window.grow()
     window.expect(10)  # another batch is smaller
@@ -68,14 +70,14 @@ def test_the_budget_bounds_the_window_before_a_batch_is_returned() -> None:
 
 
 def test_the_first_batch_is_always_opened() -> None:
-    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window = window_of(2, 1000)
     with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
         window.observe(2000)
     assert window.has_room(0)
     assert not window.has_room(1)
     with warnings.catch_warnings(action="error"):
         window.observe(3000)  # it was said once
-    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window = window_of(2, 1000)
     window.expect(2000)
     with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
         window.observe(2000)
@@ -84,7 +86,7 @@ def test_the_first_batch_is_always_opened() -> None:
 
 
 def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
-    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window = window_of(2, 1000)
     window.observe(100)
     window.observe(500)
     assert not window.has_room(2)
@@ -94,29 +96,24 @@ def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:
 
 
 def test_a_window_can_have_an_upper_limit() -> None:
-    window = PrefetchWindow(4, fixed=None, budget_bytes=10**9, max_batches=10)
+    window = window_of(4, max_batches=10)
     assert window.limit == 8
     assert window.grow()
     assert window.limit == 10
     assert not window.grow()
-    assert PrefetchWindow(4, fixed=None, budget_bytes=10**9, max_batches=3).limit == 3
+    assert window_of(4, max_batches=3).limit == 3
     assert PrefetchWindow(4, fixed=20, budget_bytes=10**9, max_batches=3).limit == 3
 
 
 def test_the_window_holds_what_workers_run_at_once() -> None:
-    assert PrefetchWindow(2, fixed=None, budget_bytes=10**9, concurrent_batches=16).limit == 18
-    assert PrefetchWindow(2, fixed=None, budget_bytes=10**9, concurrent_batches=1).limit == 4
+    assert window_of(2, concurrent_batches=16).limit == 18
+    assert window_of(2, concurrent_batches=1).limit == 4
     assert PrefetchWindow(2, fixed=5, budget_bytes=10**9, concurrent_batches=16).limit == 5
-    assert (
-        PrefetchWindow(
-            2, fixed=None, budget_bytes=10**9, max_batches=8, concurrent_batches=16
-        ).limit
-        == 8
-    )
+    assert window_of(2, max_batches=8, concurrent_batches=16).limit == 8
 
 
 def test_a_shrunk_window_stays_so() -> None:
-    window = PrefetchWindow(4, fixed=None, budget_bytes=10**9)
+    window = window_of(4)
     assert window.shrink()
     assert window.limit == 4
     assert not window.grow()
@@ -136,12 +133,9 @@ def test_a_window_that_was_asked_for_is_not_shrunk() -> None:
 
 
 def test_windows_in_use_share_a_budget() -> None:
-    first = PrefetchWindow(2, fixed=None, budget_bytes=1000, shares=True)
+    first = window_of(2, 1000, shares=True)
     assert first.budget_bytes == 1000
-    second, own = (
-        PrefetchWindow(2, fixed=None, budget_bytes=1000, shares=True),
-        PrefetchWindow(2, fixed=None, budget_bytes=1000),
-    )
+    second, own = window_of(2, 1000, shares=True), window_of(2, 1000)
     assert [window.budget_bytes for window in (first, second, own)] == [500, 500, 1000]
     first.observe(300)
     assert not first.has_room(1)

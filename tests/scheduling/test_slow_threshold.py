@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from minato._core import Histogram
 from minato.observe.meters import share_above
 from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
+from tests.observe.histograms import histogram
 
 MS = 1_000_000
-Draw = Callable[[int], np.ndarray]
 
 
 def fed(policy: SlowThreshold, costs_ns: Iterable[float], times: Histogram | None = None):
@@ -43,10 +44,7 @@ def test_nothing_is_slow_during_the_warm_up():
 
 
 def test_the_warm_up_ends_by_seconds_too():
-    policy, times = (
-        SlowThreshold(warm_up_samples=1000, warm_up_s=60),
-        Histogram(),
-    )
+    policy, times = SlowThreshold(warm_up_samples=1000, warm_up_s=60), Histogram()
     for cost_ns in bimodal(20):
         times.record(int(cost_ns))
     assert policy.observe(times, elapsed_s=59.9).phase == "warm-up"
@@ -98,7 +96,7 @@ def test_a_gate_does_not_flutter_at_its_ratio():
     # P90 is 1.5 times the median, give or take what 2048 samples leave open.
     costs_ns = 10 * MS * np.exp(rng.normal(0, np.log(1.5) / 1.2816, 100_000))
     phases = [decision.phase for _, decision in fed(SlowThreshold(), costs_ns)]
-    assert sum(one != other for one, other in zip(phases, phases[1:], strict=False)) <= 1
+    assert sum(one != other for one, other in itertools.pairwise(phases)) <= 1
 
 
 def test_a_bimodal_load_leaves_the_threshold_where_it_is_for_100_000_samples():
@@ -143,11 +141,8 @@ def test_too_many_slow_samples_make_it_fall_back_and_fewer_let_it_return():
     assert max(decision.slow_share for _, decision in rising) > 0.35
     steady = fed(policy, costs_ns[16_000:40_000] * growth[-1], times)
     assert steady[-1][1].percentile == 0.75
-    changes = [
-        one.percentile != other.percentile
-        for (_, one), (_, other) in zip(steady, steady[1:], strict=False)
-    ]
-    assert sum(changes) <= 1
+    percentiles = [decision.percentile for _, decision in steady]
+    assert sum(one != other for one, other in itertools.pairwise(percentiles)) <= 1
 
 
 def test_two_panes_are_needed_to_fall_back_and_four_to_return():
@@ -164,20 +159,14 @@ def test_two_panes_are_needed_to_fall_back_and_four_to_return():
 
 
 def test_unfinished_samples_that_are_slow_already_count():
-    costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 512)
+    costs_ns = np.random.default_rng(0).gamma(2.0, 50 * MS, 512).astype(int).tolist()
     plain, aware = SlowThreshold(), SlowThreshold()
-    times = Histogram()
-    for cost_ns in costs_ns[:256]:
-        times.record(int(cost_ns))
-    plain.observe(times)
-    aware.observe(times)
-    for cost_ns in costs_ns[256:]:
-        times.record(int(cost_ns))
+    first, times = histogram(*costs_ns[:256]), histogram(*costs_ns)
+    plain.observe(first)
+    aware.observe(first)
     young, old = [MS] * 100, [900 * MS] * 100
-    assert (
-        aware.observe(times, running_ns=young + old).threshold_ns
-        > plain.observe(times, running_ns=young).threshold_ns
-    )
+    with_old = aware.observe(times, running_ns=young + old)
+    assert with_old.threshold_ns > plain.observe(times, running_ns=young).threshold_ns
 
 
 def test_a_known_profile_saves_the_warm_up():
