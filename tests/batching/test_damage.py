@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import pytest
@@ -27,7 +26,8 @@ from minato.batching.arena import Arena, Slot
 from minato.batching.serialization import DamagedError, SharedStore
 from minato.shared_pool.source import DescriptorReader, open_batch
 from tests.batching.test_writer import SAMPLES, Desk
-from tests.datasets import Numbers, assert_same
+from tests.datasets import assert_same, drain
+from tests.selection import numbers_for
 
 KINDS = {
     **{
@@ -151,18 +151,15 @@ def test_a_blob_whose_kind_alone_was_overwritten_is_damaged(
             read(desk, batch, slot, elsewhere)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize(
-    ("fails", "kind"), [(False, ERROR_BLOB), (True, SAMPLE_BLOB)], ids=["batch", "error"]
-)
-def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
-    fails: bool, kind: int, elsewhere: bool
-) -> None:
-    def collate(samples: list[Any]) -> list[Any]:
-        if fails:
-            raise KeyError("not to be collated")
-        return samples
+def refuse(samples: list[Any]) -> list[Any]:
+    raise KeyError("not to be collated")
 
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("collate", "kind"), [(list, ERROR_BLOB), (refuse, SAMPLE_BLOB)])
+def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
+    collate: Any, kind: int, elsewhere: bool
+) -> None:
     desk = make_desk(collate, elsewhere)
     batch, slot, _ = desk.open(5)
     desk.fill(batch, 0, KINDS["objects"][0], 0)
@@ -174,14 +171,9 @@ def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
 
 @pytest.mark.stress
 def test_random_damage_for_long(stress_s: float) -> None:
-    until_s, round_ = time.monotonic() + stress_s, 0
-    while time.monotonic() < until_s:
-        settings(max_examples=500, database=None)(
-            seed(os.getpid() + round_)(
-                given(st.sampled_from(list(KINDS)), FAULTS, FAULTS, st.booleans())(check_survived)
-            )
-        )()
-        round_ += 1
+    check = given(st.sampled_from(list(KINDS)), FAULTS, FAULTS, st.booleans())(check_survived)
+    for number in numbers_for(stress_s, os.getpid()):
+        settings(max_examples=500, database=None)(seed(number)(check))()
 
 
 class Broken(SharedStore):
@@ -196,22 +188,10 @@ class Broken(SharedStore):
         return offset, nbytes
 
 
-class Objects(Numbers):
-    """Samples that are pickled."""
-
-    def __getitem__(self, index: int) -> Any:
-        return {"index": {index}}
-
-
 def test_a_damaged_sample_is_an_error_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.engine.engine.SharedStore", Broken)
-    batches = iter(DataLoader(Objects(16), 4, num_workers=2, collate_fn=list))
-    found: list[Any] = []
-    for _ in range(4):
-        try:
-            found.append(next(batches))
-        except DamagedError as error:
-            found.append("is damaged: something in one of the processes" in str(error))
-    assert next(batches, "over") == "over"
-    expected = [[{"index": {i}} for i in range(start, start + 4)] for start in (0, 4, 8, 12)]
-    assert found == [*expected[:2], True, expected[3]]
+    dataset = [{"pickled": {index}} for index in range(16)]
+    samples, (error,) = drain(DataLoader(dataset, 4, num_workers=2, collate_fn=list))
+    assert samples == dataset[:8] + dataset[12:]
+    assert type(error) is DamagedError
+    assert "is damaged: something in one of the processes" in str(error)

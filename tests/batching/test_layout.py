@@ -69,6 +69,12 @@ def quietly(make: Callable[[], Any]) -> Any:
         return make()
 
 
+def layout_of(sample: Any) -> Layout:
+    layout = Layout.infer(sample)
+    assert layout is not None
+    return layout
+
+
 def region(layout: Layout, n: int) -> np.ndarray:
     """A buffer with the fields of ``n`` samples at ``SHIFT``, and guards around them."""
     memory = np.full(layout.fields_nbytes(n) + 2 * SHIFT + 64, GUARD, np.uint8)
@@ -76,18 +82,17 @@ def region(layout: Layout, n: int) -> np.ndarray:
     return memory[start : start + layout.fields_nbytes(n) + 2 * SHIFT]
 
 
-def pack(layout: Layout, buffer: np.ndarray, samples: list[Any], n: int | None = None) -> list[Any]:
-    n = n or len(samples)
-    address = buffer.ctypes.data + SHIFT
-    return [layout.packer(n).pack(sample, address, k) for k, sample in enumerate(samples)]
+def packed(samples: list[Any], n: int | None = None) -> tuple[Layout, np.ndarray, list[Any]]:
+    """Samples of a batch of ``n``: their layout, the buffer that holds them, and their texts."""
+    n, layout = n or len(samples), layout_of(samples[0])
+    buffer = region(layout, n)
+    address, pack = buffer.ctypes.data + SHIFT, layout.packer(n).pack
+    return layout, buffer, [pack(sample, address, k) for k, sample in enumerate(samples)]
 
 
 def deliver(samples: list[Any]) -> Any:
     """Build the batch of ``samples`` as the loader does."""
-    layout = Layout.infer(samples[0])
-    assert layout is not None
-    buffer = region(layout, len(samples))
-    texts = pack(layout, buffer, samples)
+    layout, buffer, texts = packed(samples)
     assert None not in texts
     outside = np.concatenate([buffer[:SHIFT], buffer[len(buffer) - SHIFT :]])
     assert (outside == GUARD).all()
@@ -186,14 +191,10 @@ def test_batches_equal_default_collate(case: str) -> None:
 @pytest.mark.parametrize("case", SAMPLES)
 def test_samples_are_restored(case: str) -> None:
     samples = SAMPLES[case]
-    layout = Layout.infer(samples[0])
-    assert layout is not None
     n = len(samples) + 2
-    buffer = region(layout, n)
-    texts = pack(layout, buffer, samples, n)
-    for k, sample in enumerate(samples):
-        assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), sample)
+    layout, buffer, texts = packed(samples, n)
     rebuilt = [layout.sample(buffer, SHIFT, n, k, texts[k]) for k in range(len(samples))]
+    assert_same(rebuilt, samples)
     assert_same(default_collate(rebuilt), quietly(lambda: default_collate(samples)))
 
 
@@ -218,7 +219,9 @@ def test_endless_structures_are_left_to_torch() -> None:
     assert Layout.infer([deep]) is None
 
 
-def test_changed_collate_functions_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_collate_functions_and_default_devices_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for key in (str, dict, Record):
         with monkeypatch.context() as patch:
             patch.setitem(default_collate_fn_map, key, lambda batch, **_: batch)
@@ -229,10 +232,6 @@ def test_changed_collate_functions_are_left_to_torch(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.delitem(default_collate_fn_map, float)
         assert Layout.infer(1) is None
-    assert Layout.infer(1) is not None
-
-
-def test_default_devices_are_left_to_torch() -> None:
     with torch.device("meta"):
         assert Layout.infer(1) is None
     assert Layout.infer(1) is not None
@@ -240,10 +239,7 @@ def test_default_devices_are_left_to_torch() -> None:
 
 def test_batches_stay_on_the_cpu_whatever_the_default_device() -> None:
     samples = [(1, torch.zeros(0)), (2, torch.zeros(0))]
-    layout = Layout.infer(samples[0])
-    assert layout is not None
-    buffer = region(layout, 2)
-    texts = pack(layout, buffer, samples)
+    layout, buffer, texts = packed(samples)
     with torch.device("meta"):
         batch = layout.batch(buffer, SHIFT, 2, texts)
         sample = layout.sample(buffer, SHIFT, 2, 1, ())
@@ -272,18 +268,16 @@ def test_a_likely_layout_changes_nothing(where: str, monkeypatch: pytest.MonkeyP
     odd = [sample for three in ODD.values() for sample in three]
     samples = [*firsts, *odd, *IMAGES, *CHANNELS_LAST]
     expected = [Layout.infer(sample) for sample in samples]
-    likely = set(expected) - {None}
+    likely: set[Any] = set(expected) - {None}
     assert len(likely) > 80
     for layout in likely:
-        assert layout is not None
         layout.packer(3)  # a layout that was used
         for sample, result in zip(samples, expected, strict=True):
             assert Layout.infer(sample, layout) is result
 
 
 def test_a_likely_layout_is_found_without_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout.infer((torch.zeros(3), 7))
-    assert layout is not None
+    layout = layout_of((torch.zeros(3), 7))
     layout.packer(2)
     monkeypatch.setattr(layout_module, "describe", lambda sample: None)
     assert Layout.infer((torch.ones(3), 1), layout) is layout
@@ -293,8 +287,7 @@ def test_a_likely_layout_is_found_without_a_description(monkeypatch: pytest.Monk
 def test_a_likely_layout_is_no_reason_to_collate_by_other_rules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = Layout.infer(1)
-    assert layout is not None
+    layout = layout_of(1)
     layout.packer(2)
     with torch.device("meta"):
         assert Layout.infer(1, layout) is None
@@ -312,9 +305,7 @@ def test_bytes_are_a_function_of_the_structure() -> None:
 
     key = "key"
     shared = {key: torch.zeros(1000), "x": ({key: np.zeros(1000, "f4")}, Point("b", 2))}
-    one, other = Layout.infer(sample("k")), Layout.infer(shared)
-    assert one is not None
-    assert other is not None
+    one, other = layout_of(sample("k")), layout_of(shared)
     assert one.to_bytes() == other.to_bytes()
     assert one == other
     assert hash(one) == hash(other)
@@ -327,23 +318,20 @@ def test_layouts_differ() -> None:
         *(np.float32(1), np.zeros(1, "f4"), torch.zeros(1), torch.zeros(2), torch.zeros(1, 1)),
         *({"a": 1, "b": 2}, {"b": 2, "a": 1}, Point(1, 2), (1, 2)),
     ]
-    layouts = [Layout.infer(sample) for sample in samples]
-    assert None not in layouts
-    assert len(set(layouts)) == len({x.to_bytes() for x in layouts if x}) == len(samples)
-    assert layouts[0] != layouts[0].to_bytes()  # type: ignore[union-attr]
+    layouts = [layout_of(sample) for sample in samples]
+    assert len(set(layouts)) == len({x.to_bytes() for x in layouts}) == len(samples)
+    assert layouts[0] != layouts[0].to_bytes()
 
 
 def test_from_bytes_returns_one_layout() -> None:
-    layout = Layout.infer({"a": Point(torch.zeros(2), "a")})
-    assert layout is not None
+    layout = layout_of({"a": Point(torch.zeros(2), "a")})
     copied = bytes(bytearray(layout.to_bytes()))
     assert Layout.from_bytes(copied) is layout
     assert pickle.loads(pickle.dumps(layout)) is layout
 
 
 def test_packers_are_kept() -> None:
-    layout = Layout.infer(1)
-    assert layout is not None
+    layout = layout_of(1)
     assert layout.packer(2) is layout.packer(2)
     assert layout.packer(3) is not layout.packer(2)
     packers = [layout.packer(n) for n in range(1, 500)]
@@ -359,12 +347,10 @@ def test_fields_are_aligned_and_apart() -> None:
         (k > 1, torch.full((3,), k, dtype=torch.uint8), float(k), np.ones(5, "f4"))
         for k in range(5)
     ]
-    layout = Layout.infer(samples[0])
-    assert layout is not None
+    layout, buffer, texts = packed(samples)
     assert layout.fields_nbytes(5) == 64 + 64 + 64 + 128
     assert layout.fields_nbytes(1) == 4 * 64
-    buffer = region(layout, 5)
-    batch = layout.batch(buffer, SHIFT, 5, pack(layout, buffer, samples))
+    batch = layout.batch(buffer, SHIFT, 5, texts)
     addresses = [tensor.data_ptr() - buffer.ctypes.data - SHIFT for tensor in batch]
     assert addresses == [0, 64, 128, 192]
     assert [tensor.untyped_storage().nbytes() for tensor in batch] == [5, 15, 40, 100]
@@ -372,20 +358,16 @@ def test_fields_are_aligned_and_apart() -> None:
 
 
 def test_batches_view_the_buffer() -> None:
-    layout = Layout.infer(torch.zeros(2))
-    assert layout is not None
-    buffer = region(layout, 3)
-    batch = layout.batch(buffer, SHIFT, 3, pack(layout, buffer, [torch.zeros(2)] * 3))
+    layout, buffer, texts = packed([torch.zeros(2)] * 3)
+    batch = layout.batch(buffer, SHIFT, 3, texts)
     batch[1, 1] = 7
     assert buffer[SHIFT:].view("f4")[3] == 7
 
 
 def test_each_tensor_keeps_the_buffer_alive_and_nothing_else() -> None:
     samples = [(torch.ones(4), 1, torch.zeros(0), "a")] * 2
-    layout = Layout.infer(samples[0])
-    assert layout is not None
-    buffer = region(layout, 2)
-    batch = layout.batch(buffer, SHIFT, 2, pack(layout, buffer, samples))
+    layout, buffer, given = packed(samples)
+    batch = layout.batch(buffer, SHIFT, 2, given)
     alive = weakref.ref(buffer)
     row, labels, empty, texts = batch[0][1, 2:], batch[1].numpy(), batch[2], batch[3]
     del buffer, batch, samples
@@ -402,11 +384,7 @@ def test_each_tensor_keeps_the_buffer_alive_and_nothing_else() -> None:
 
 
 def test_restored_samples_keep_the_buffer_alive() -> None:
-    sample = (torch.ones(4), np.ones(4))
-    layout = Layout.infer(sample)
-    assert layout is not None
-    buffer = region(layout, 1)
-    pack(layout, buffer, [sample])
+    layout, buffer, _ = packed([(torch.ones(4), np.ones(4))])
     tensor, array = layout.sample(buffer, SHIFT, 1, 0, ())
     alive = weakref.ref(buffer if buffer.base is None else buffer.base)
     del buffer
@@ -417,62 +395,43 @@ def test_restored_samples_keep_the_buffer_alive() -> None:
 
 
 def test_a_missing_text_is_an_error() -> None:
-    layout = Layout.infer(("a", "b"))
-    assert layout is not None
+    layout = layout_of(("a", "b"))
     assert layout.num_texts == 2
     with pytest.raises(ValueError, match="shorter"):
         layout.batch(region(layout, 2), SHIFT, 2, [["a", "b"], ["a"]])
 
 
 def test_a_buffer_that_is_too_small_is_an_error() -> None:
-    layout = Layout.infer(torch.zeros(64))
-    assert layout is not None
+    layout = layout_of(torch.zeros(64))
     with pytest.raises(ValueError, match="buffer"):
         layout.batch(np.zeros(3 * 256 - 1, np.uint8), 0, 3, [])
 
 
 # -------------------------------------------------------------------------------- random structures
 
-LEAVES = [
-    *("int", "float", "bool", "str", "bytes", "tensor", "array", "permuted", "stepped", "scalar"),
-    *("bfloat16", "empty", "0-dim"),
-]
-
-
-def draw_leaf(kind: str, rng: np.random.Generator) -> Any:
-    match kind:
-        case "int":
-            return int(rng.integers(-(2**63), 2**63 - 1))
-        case "float":
-            return float(rng.choice([rng.normal(), np.nan, -0.0, np.inf]))
-        case "bool":
-            return bool(rng.integers(2))
-        case "str":
-            return chr(rng.integers(32, 1000)) * int(rng.integers(3))
-        case "bytes":
-            return rng.bytes(2)
-        case "tensor":
-            return torch.from_numpy(rng.normal(size=(2, 3)))
-        case "array":
-            return rng.normal(size=4).astype("f2")
-        case "permuted":
-            return torch.from_numpy(rng.integers(0, 256, (4, 3, 2), np.uint8)).permute(2, 0, 1)
-        case "stepped":
-            return rng.normal(size=(4, 6)).astype("c8")[::2, 1::3]
-        case "scalar":
-            return np.int16(rng.integers(-5, 5))
-        case "bfloat16":
-            return torch.from_numpy(rng.normal(size=3)).bfloat16()
-        case "empty":
-            return torch.zeros(0, 2, dtype=torch.int8)
-        case _:
-            return torch.tensor(rng.normal())
+LEAVES: dict[str, Callable[[np.random.Generator], Any]] = {
+    "int": lambda rng: int(rng.integers(-(2**63), 2**63 - 1)),
+    "float": lambda rng: float(rng.choice([rng.normal(), np.nan, -0.0, np.inf])),
+    "bool": lambda rng: bool(rng.integers(2)),
+    "str": lambda rng: chr(rng.integers(32, 1000)) * int(rng.integers(3)),
+    "bytes": lambda rng: rng.bytes(2),
+    "tensor": lambda rng: torch.from_numpy(rng.normal(size=(2, 3))),
+    "array": lambda rng: rng.normal(size=4).astype("f2"),
+    "permuted": lambda rng: torch.from_numpy(rng.integers(0, 256, (4, 3, 2), "u1")).permute(
+        2, 0, 1
+    ),
+    "stepped": lambda rng: rng.normal(size=(4, 6)).astype("c8")[::2, 1::3],
+    "scalar": lambda rng: np.int16(rng.integers(-5, 5)),
+    "bfloat16": lambda rng: torch.from_numpy(rng.normal(size=3)).bfloat16(),
+    "empty": lambda rng: torch.zeros(0, 2, dtype=torch.int8),
+    "0-dim": lambda rng: torch.tensor(rng.normal()),
+}
 
 
 def draw_sample(template: Any, rng: np.random.Generator) -> Any:
     match template:
         case str():
-            return draw_leaf(template, rng)
+            return LEAVES[template](rng)
         case dict():
             return {key: draw_sample(member, rng) for key, member in template.items()}
         case Point():
@@ -481,7 +440,7 @@ def draw_sample(template: Any, rng: np.random.Generator) -> Any:
 
 
 TEMPLATES = st.recursive(
-    st.sampled_from(LEAVES),
+    st.sampled_from([*LEAVES]),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
@@ -498,10 +457,7 @@ def test_random_structures(template: Any, n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = [draw_sample(template, rng) for _ in range(n)]
     assert_same(deliver(samples), default_collate(samples))
-    layout = Layout.infer(samples[0])
-    assert layout is not None
+    layout, buffer, texts = packed(samples)
     assert Layout.infer(samples[-1], layout) is layout
-    buffer = region(layout, n)
-    texts = pack(layout, buffer, samples)
     for k, sample in enumerate(samples):
         assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), sample)

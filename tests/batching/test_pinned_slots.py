@@ -17,6 +17,13 @@ PAGE = mmap.PAGESIZE
 SLOT = Slot(PAGE, PAGE + (1 << 21))
 
 
+def pinned_arena(recorder: Recorder) -> tuple[Arena, PinnedSlots]:
+    arena = Arena(Segment(1 << 30))
+    arena.pin_slots(recorder)
+    assert arena.pinned_slots is not None
+    return arena, arena.pinned_slots
+
+
 def locks() -> tuple[PinnedSlots, Recorder, Segment]:
     recorder, segment = Recorder(), Segment(1 << 30)
     return PinnedSlots(recorder, segment), recorder, segment
@@ -55,13 +62,11 @@ def test_where_locking_fails_it_is_not_tried_again() -> None:
 
 
 def test_a_slot_comes_back_when_its_mark_is_passed() -> None:
-    recorder, arena = Recorder(), Arena(Segment(1 << 30))
-    arena.pin_slots(recorder)
-    assert arena.pinned_slots is not None
+    arena, slots = pinned_arena(recorder := Recorder())
     one, other = arena.acquire(), arena.acquire()
     views = [arena.lease(slot, 100) for slot in (one, other)]
-    arena.pinned_slots.in_use_until(one, DeviceEvent(recorder, 2))
-    arena.pinned_slots.in_use_until(other, DeviceEvent(recorder, 1))
+    slots.in_use_until(one, DeviceEvent(recorder, 2))
+    slots.in_use_until(other, DeviceEvent(recorder, 1))
     views.clear()
     assert arena.num_leased == 0
     assert arena.acquire() not in (one, other)
@@ -73,14 +78,12 @@ def test_a_slot_comes_back_when_its_mark_is_passed() -> None:
 
 
 def test_the_memory_is_unlocked_with_its_last_view_and_when_it_was_read() -> None:
-    recorder, arena = Recorder(), Arena(Segment(1 << 30))
-    arena.pin_slots(recorder)
-    assert arena.pinned_slots is not None
+    arena, slots = pinned_arena(recorder := Recorder())
     slot = arena.acquire()
     view, kept = arena.lease(slot, 100), arena.segment.array[:10]
     copied = recorder.queue(torch.from_numpy(view[:10]))
-    arena.pinned_slots.in_use_until(slot, recorder.record_event())
-    del view, arena
+    slots.in_use_until(slot, recorder.record_event())
+    del view, arena, slots
     gc.collect()
     assert len(recorder.locked) == 1
     assert recorder.ran == 0
@@ -90,8 +93,7 @@ def test_the_memory_is_unlocked_with_its_last_view_and_when_it_was_read() -> Non
 
 
 def test_a_forked_child_leaves_the_device_alone() -> None:
-    recorder, arena = Recorder(), Arena(Segment(1 << 30))
-    arena.pin_slots(recorder)
+    arena, _ = pinned_arena(recorder := Recorder())
     view = arena.lease(arena.acquire(), 100)
     child = os.fork()
     if child == 0:

@@ -83,12 +83,9 @@ class Counted:
 
 
 def test_neighbours_take_places_together() -> None:
-    counted = Counted(None)
-    case = Case(bound=False, end=counted)
+    case = Case(bound=False, end=(counted := Counted(None)))
     batches = [case.open(2), case.open(3)]
-    first, second = case.worker.claim(2), case.worker.claim(3)
-    assert first is not None
-    assert second is not None
+    assert None not in [case.worker.claim(2), case.worker.claim(3)]
     case.writer.deliver_free(2, [2, 3, 4], ["c", "d", "e"])
     case.writer.deliver_free(0, [0, 1], ["a", "b"])
     assert counted.runs == [2, 1, 2]
@@ -97,18 +94,12 @@ def test_neighbours_take_places_together() -> None:
 
 
 def test_rows_take_places_together() -> None:
-    counted = Counted(None)
-    case = Case(bound=False, collate_fn=default_collate, end=counted)
+    case = Case(bound=False, collate_fn=default_collate, end=(counted := Counted(None)))
     batches = [case.open(2), case.open(3)]
-    first, second = case.worker.claim(2), case.worker.claim(3)
-    assert first is not None
-    assert second is not None
-    rows = rows_of(torch.arange(5), [4, 2, 0])
-    assert rows is not None
-    assert case.writer.deliver_rows(2, rows) == 3
-    rows = rows_of(torch.arange(5), [1, 3])
-    assert rows is not None
-    assert case.writer.deliver_rows(0, rows) == 2
+    assert None not in [case.worker.claim(2), case.worker.claim(3)]
+    for place, indices in ((2, [4, 2, 0]), (0, [1, 3])):
+        rows: Any = rows_of(torch.arange(5), indices)
+        assert case.writer.deliver_rows(place, rows) == len(indices)
     assert counted.runs == [2, 1, 2]
     assert [case.read(batch).tolist() for batch in batches] == [[4, 2], [0, 1, 3]]
 
@@ -130,14 +121,12 @@ def test_texts_of_a_whole_batch_are_stored_at_once(bound: bool) -> None:
     case = Case(bound, default_collate)
     whole, parts = case.open(3), case.open(3)
     assert [case.worker.claim(3).batch for _ in range(2)] == [whole, parts]
-    if bound:
-        case.writer.deliver(whole, 0, [0, 1, 2], texts, whole=True)
-        case.writer.deliver(parts, 0, [0], texts[:1])
-        case.writer.deliver(parts, 1, [1, 2], texts[1:])
-    else:
-        case.writer.deliver_free(0, [0, 1, 2], texts)
-        case.writer.deliver_free(3, [0], texts[:1])
-        case.writer.deliver_free(4, [1, 2], texts[1:])
+    for batch, first, last in ((whole, 0, 3), (parts, 0, 1), (parts, 1, 3)):
+        indices, given = [*range(first, last)], texts[first:last]
+        if bound:
+            case.writer.deliver(batch, first, indices, given, whole=batch == whole)
+        else:
+            case.writer.deliver_free(3 * (batch == parts) + first, indices, given)
     assert case.result(whole) == texts
     assert all(offset == 0 for _, offset, _ in case.ledger.blobs(whole))
     assert case.read(whole) == case.read(parts) == texts

@@ -80,13 +80,21 @@ class Desk:
             self.ledger.retire(batch)
 
 
+Make = Callable[..., Desk]
+
+
 @pytest.fixture(params=STORES.values(), ids=STORES.keys())
-def make(request: pytest.FixtureRequest) -> Callable[..., Desk]:
+def make(request: pytest.FixtureRequest) -> Make:
     def make(*arguments: Any, **options: Any) -> Desk:
         arena = Arena(Segment(1 << 30))
         return Desk(request.param(arena.segment), arena, *arguments, **options)
 
     return make
+
+
+def shared_desk(nbytes: int, **options: Any) -> Desk:
+    arena = Arena(Segment(nbytes))
+    return Desk(SharedStore(arena.segment), arena, **options)
 
 
 SAMPLES: dict[str, list[Any]] = {
@@ -105,21 +113,19 @@ SAMPLES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("run", [1, 2, 5])
-def test_batches_are_those_of_default_collate(
-    make: Callable[..., Desk], name: str, run: int
-) -> None:
+def test_batches_are_those_of_default_collate(make: Make, name: str, run: int) -> None:
     desk = make()
     for _ in range(2):  # the second one in records and a slot that were used before
         assert_same(desk.batch(SAMPLES[name], run), default_collate(SAMPLES[name]))
 
 
-def test_batches_of_changing_layout_in_the_same_records(make: Callable[..., Desk]) -> None:
+def test_batches_of_changing_layout_in_the_same_records(make: Make) -> None:
     desk = make()
     for name in [*SAMPLES, *reversed(SAMPLES)]:
         assert_same(desk.batch(SAMPLES[name][:3]), default_collate(SAMPLES[name][:3]))
 
 
-def test_samples_that_cannot_be_collated_raise_torchs_error(make: Callable[..., Desk]) -> None:
+def test_samples_that_cannot_be_collated_raise_torchs_error(make: Make) -> None:
     samples = [torch.ones(2), torch.ones(3)]
     with pytest.raises(RuntimeError) as theirs:
         default_collate(samples)
@@ -133,7 +139,7 @@ def test_samples_that_cannot_be_collated_raise_torchs_error(make: Callable[..., 
     assert_same(desk.batch(samples[:1]), default_collate(samples[:1]))
 
 
-def test_the_first_error_of_a_batch_is_raised(make: Callable[..., Desk]) -> None:
+def test_the_first_error_of_a_batch_is_raised(make: Make) -> None:
     desk = make()
     samples = [1, ValueError("first"), 3, KeyError("second")]
     with pytest.raises(ValueError, match="first") as caught:
@@ -162,7 +168,7 @@ def total(samples: list[Any]) -> dict[str, Any]:
     return {"samples": samples, "sum": sum(samples)}
 
 
-def test_a_collate_fn_gets_the_samples(make: Callable[..., Desk]) -> None:
+def test_a_collate_fn_gets_the_samples(make: Make) -> None:
     desk = make(total)
     samples = [np.full(3, i) for i in range(4)]
     assert desk.writers[0].collates
@@ -170,7 +176,7 @@ def test_a_collate_fn_gets_the_samples(make: Callable[..., Desk]) -> None:
         assert_same(desk.batch(samples, run), total(samples))
 
 
-def test_the_cost_of_a_handover_is_measured(make: Callable[..., Desk]) -> None:
+def test_the_cost_of_a_handover_is_measured(make: Make) -> None:
     desk = make(total)
     assert desk.writers[0].handover_ns == 0
     desk.batch([np.full(3, i) for i in range(4)], 1)
@@ -182,7 +188,7 @@ def test_the_cost_of_a_handover_is_measured(make: Callable[..., Desk]) -> None:
     assert desk.writers[0].handover_ns == pytest.approx(first / 2)
 
 
-def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> None:
+def test_a_whole_batch_is_collated_by_its_worker(make: Make) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)
     desk.workers[0].claim(2)
@@ -190,12 +196,12 @@ def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> N
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
-def test_without_batching_the_collate_fn_gets_the_sample(make: Callable[..., Desk]) -> None:
+def test_without_batching_the_collate_fn_gets_the_sample(make: Make) -> None:
     desk = make(default_convert, batched=False)
     assert_same(desk.batch([{"a": np.ones(2)}]), {"a": torch.ones(2, dtype=torch.float64)})
 
 
-def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., Desk]) -> None:
+def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)
     desk.writers[1].collate_and_publish = lambda batch: None  # type: ignore[method-assign]  # it must collate, and dies
@@ -209,19 +215,17 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., D
 
 
 def test_a_result_that_cannot_travel_becomes_an_error() -> None:
-    arena = Arena(Segment(1 << 30))
-    desk = Desk(SharedStore(arena.segment), arena)
+    desk = shared_desk(1 << 30)
     with pytest.raises(TypeError, match="cannot pickle"):
         desk.batch([1, threading.Lock(), 3])
     assert desk.batch([1, 2, 3]).tolist() == [1, 2, 3]
-    collating = Desk(SharedStore(arena.segment), arena, lambda samples: threading.Lock())
+    collating = shared_desk(1 << 30, collate_fn=lambda samples: threading.Lock())
     with pytest.raises(TypeError, match="cannot pickle"):
         collating.batch([1, 2])
 
 
 def test_a_sample_that_is_larger_than_its_slot_says_what_to_do() -> None:
-    arena = Arena(Segment(16 << 20))  # slots of 2 MiB
-    desk = Desk(SharedStore(arena.segment), arena)
+    desk = shared_desk(16 << 20)  # slots of 2 MiB
     for samples in ([np.zeros(1 << 20, np.uint8)] * 4, [np.zeros(3 << 20, np.uint8)] * 2):
         with pytest.raises(MemoryError, match="2097152 bytes of address space.*smaller batches"):
             desk.batch(samples)
@@ -229,9 +233,7 @@ def test_a_sample_that_is_larger_than_its_slot_says_what_to_do() -> None:
     assert desk.arena.num_slots == 1
 
 
-def test_a_batch_that_two_workers_begin_together_takes_its_memory_once(
-    make: Callable[..., Desk],
-) -> None:
+def test_a_batch_that_two_workers_begin_together_takes_its_memory_once(make: Make) -> None:
     desk = make()
     batch, slot, _ = desk.open(4)
     # The other worker has published nothing yet.
@@ -244,8 +246,7 @@ def test_a_batch_that_two_workers_begin_together_takes_its_memory_once(
 @pytest.mark.parametrize("room", [0, 64, 192])
 def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
     """Whether or not there is room left for the error."""
-    arena = Arena(Segment(16 << 20))
-    desk = Desk(SharedStore(arena.segment), arena, collate_fn=total)
+    desk = shared_desk(16 << 20, collate_fn=total)
     batch, slot, _ = desk.open(2)
     desk.workers[0].allocate(batch, (2 << 20) - room)
     desk.fill(batch, 0, [1, 2])
@@ -256,7 +257,7 @@ def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
 # ---- slots ----------------------------------------------------------------------------------
 
 
-def test_a_slot_is_free_again_when_its_batch_is_gone(make: Callable[..., Desk]) -> None:
+def test_a_slot_is_free_again_when_its_batch_is_gone(make: Make) -> None:
     desk = make()
     for _ in range(5):
         value = desk.batch(SAMPLES["arrays"])
@@ -267,7 +268,7 @@ def test_a_slot_is_free_again_when_its_batch_is_gone(make: Callable[..., Desk]) 
     assert desk.arena.num_slots == 1
 
 
-def test_a_batch_that_is_nothing_but_an_error_holds_no_slot(make: Callable[..., Desk]) -> None:
+def test_a_batch_that_is_nothing_but_an_error_holds_no_slot(make: Make) -> None:
     desk = make()
     for _ in range(3):
         with pytest.raises(ValueError, match="bad"):
@@ -276,7 +277,7 @@ def test_a_batch_that_is_nothing_but_an_error_holds_no_slot(make: Callable[..., 
 
 
 @pytest.mark.parametrize("collate_fn", [default_collate, total])
-def test_dropped_batches_leave_nothing(make: Callable[..., Desk], collate_fn: Any) -> None:
+def test_dropped_batches_leave_nothing(make: Make, collate_fn: Any) -> None:
     desk = make(collate_fn)
     for samples in ([1, 2], ["a", "b"], [1, 2.5], [1, ValueError("bad")]):
         if collate_fn is total and "a" in samples:
