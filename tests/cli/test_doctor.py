@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,22 +75,21 @@ def test_another_distribution_of_this_import_name(
     assert ("0.12.3" in finding.value) == (other is not None)
 
 
-def with_limit(name: str, soft: int) -> Callable[[pytest.MonkeyPatch], None]:
-    def set_limit(patch: pytest.MonkeyPatch) -> None:
-        which = getattr(resource, name)
-        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        patch.setattr(
-            resource, "getrlimit", lambda asked: (soft, soft) if asked == which else unlimited
-        )
-
-    return set_limit
+Change = Callable[[pytest.MonkeyPatch], None]
 
 
-def setting(where: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+def setting(where: Any, name: str, value: Any) -> Change:
     return lambda patch: patch.setattr(where, name, value)
 
 
-def without(where: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+def with_limit(name: str, soft: int) -> Change:
+    def limits_of(asked: int) -> tuple[int, int]:
+        return (soft if asked == getattr(resource, name) else resource.RLIM_INFINITY,) * 2
+
+    return setting(resource, "getrlimit", limits_of)
+
+
+def without(where: Any, name: str) -> Change:
     return lambda patch: patch.delattr(where, name)
 
 
@@ -99,20 +99,13 @@ def forbid_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_generators() -> None:
-    for probe in (
-        rng_memory._python_position_offset,
-        rng_memory._numpy_gauss_offset,
-        rng_memory._pcg64_order,
-        rng_memory._torch_state_offset,
+    for name in (
+        "python_position_offset",
+        "numpy_gauss_offset",
+        "pcg64_order",
+        "torch_state_offset",
     ):
-        probe.cache_clear()
-
-
-def refuse_memfd(patch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, flags: int) -> int:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    patch.setattr(os, "memfd_create", refuse)
+        getattr(rng_memory, f"_{name}").cache_clear()
 
 
 def few_processes(patch: pytest.MonkeyPatch) -> None:
@@ -121,47 +114,31 @@ def few_processes(patch: pytest.MonkeyPatch) -> None:
     with_limit("RLIMIT_NPROC", 100)(patch)
 
 
-def keep_dumps(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(mmap, "MADV_DONTDUMP")
-
-
 def full_shm(patch: pytest.MonkeyPatch) -> None:
-    whole = os.statvfs("/")
-    values = list(whole)[:10]
+    values = list(os.statvfs("/"))[:10]
     values[4] = 0  # f_bavail
     patch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
 
 
+pure_core = setting(_core, "implementation", lambda: ("pure", "x"))
+refuse_memfd = setting(
+    os, "memfd_create", Mock(side_effect=PermissionError(errno.EPERM, os.strerror(errno.EPERM)))
+)
+no_order = setting(rng_memory, "_pcg64_order", lambda: None)
+no_rules = setting(_compat, "_DEFAULT_RULES", None)
+no_handlers = without(torch._C, "_set_worker_signal_handlers")
+NO_HANDLERS = "no torch._C._set_worker_signal_handlers: the words are missing"
+
 LIMITS = [
-    (
-        "compiled core",
-        setting(_core, "implementation", lambda: ("pure", "x")),
-        "pure|x",
-        "compiler",
-    ),
+    ("compiled core", pure_core, "pure|x", "compiler"),
     ("futex", setting(limits, "FUTEX_NUMBER", None), "no futex known", "seccomp"),
     ("futex", setting(limits, "FUTEX_NUMBER", 999_999), "not implemented", "seccomp"),
     ("memfd", refuse_memfd, "not permitted.*security policy", "memfd_create"),
     ("memfd", without(os, "memfd_create"), "no memfd_create", "glibc"),
     ("generator memory", forbid_memory, "MINATO_DIRECT_MEMORY=0", "unset"),
-    (
-        "generator memory",
-        setting(rng_memory, "_pcg64_order", lambda: None),
-        "not active for numpy.random.Generator$",
-        "5 µs",
-    ),
-    (
-        "batches in place",
-        setting(_compat, "_DEFAULT_RULES", None),
-        "rules of torch.*changed",
-        "latest minato",
-    ),
-    (
-        "private names",
-        without(torch._C, "_set_worker_signal_handlers"),
-        "no torch._C._set_worker_signal_handlers: the words are missing",
-        "another version of torch",
-    ),
+    ("generator memory", no_order, "not active for numpy.random.Generator$", "5 µs"),
+    ("batches in place", no_rules, "rules of torch.*changed", "latest minato"),
+    ("private names", no_handlers, NO_HANDLERS, "another version of torch"),
     ("Python", setting(platform, "python_version", lambda: "3.9.18"), "3.9.18", "Python 3.11"),
     ("torch", setting(torch, "__version__", "2.5.1+cu124"), "2.5.1", "torch 2.6"),
     ("NumPy", setting(np, "__version__", "1.25.0rc1"), "1.25", "NumPy 1.26"),
@@ -173,7 +150,7 @@ LIMITS = [
     ("processes", setting(_system, "group_processes_left", lambda: 3), "3 more", "pids.max"),
     ("address space", with_limit("RLIMIT_AS", 64 * GIB), "GB", "ulimit -v"),
     ("file size", with_limit("RLIMIT_FSIZE", 1 << 20), "MB", "ulimit -f"),
-    ("core dumps", keep_dumps, "on", "ulimit -c 0"),
+    ("core dumps", without(mmap, "MADV_DONTDUMP"), "on", "ulimit -c 0"),
     ("overcommit", setting(_system, "text_of", lambda path: "2\n"), "2", "vm.overcommit_memory"),
     ("memory", setting(_system, "available_memory_bytes", lambda: 1 << 20), "MB", "memory.max"),
     ("killed by OOM", setting(_system, "memory_kills", lambda: 3), "3", "fewer workers"),
@@ -189,11 +166,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("name", "change", "value", "remedy"), [*LIMITS, *COMPILED])
 def test_a_limit_is_found_and_has_a_remedy(
-    name: str,
-    change: Callable[[pytest.MonkeyPatch], None],
-    value: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, change: Change, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (name, change, value, remedy) in COMPILED and not _core.USE_EXTENSIONS:
         pytest.skip("a part of the compiled core")
@@ -211,26 +184,16 @@ def test_a_limit_is_found_and_has_a_remedy(
 
 def test_a_start_method_that_is_slow_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("fork", "forkserver", "spawn"):
-        monkeypatch.setattr(
-            multiprocessing,
-            "get_context",
-            lambda method=method: multiprocessing.context._concrete_contexts[method],
-        )
+        context = multiprocessing.context._concrete_contexts[method]
+        monkeypatch.setattr(multiprocessing, "get_context", Mock(return_value=context))
         finding = found("start method")
         assert finding.state == ("note" if method == "spawn" else "ok")
         assert ("forkserver" in finding.remedy) == (method == "spawn")
 
 
-class Pinner:
-    def __init__(self, refuses: bool) -> None:
-        self.refuses = refuses
-
-    def lock(self, address: int, nbytes: int) -> None:
-        if self.refuses:
-            raise OSError("CUDA error 2")
-
-    def unlock(self, address: int) -> None:
-        assert not self.refuses
+REFUSING = Mock(
+    **{"lock.side_effect": OSError("CUDA error 2"), "unlock.side_effect": AssertionError}
+)
 
 
 @pytest.mark.parametrize(
@@ -238,17 +201,12 @@ class Pinner:
     [
         (None, False, "ok", "none", ""),
         (None, True, "note", "this torch has no CUDA", "install torch for CUDA"),
-        (Pinner(False), True, "ok", "One, Other; batches are pinned in place", ""),
-        (Pinner(True), True, "note", "cannot be pinned in place: CUDA error 2", "pin_memory=True"),
+        (Mock(), True, "ok", "One, Other; batches are pinned in place", ""),
+        (REFUSING, True, "note", "cannot be pinned in place: CUDA error 2", "pin_memory=True"),
     ],
 )
 def test_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-    pinner: Pinner | None,
-    has_driver: bool,
-    state: str,
-    value: str,
-    remedy: str,
+    pinner: Any, has_driver: bool, state: str, value: str, remedy: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(doctor, "memory_pinner", lambda: pinner)
     monkeypatch.setattr(doctor, "has_driver", lambda: has_driver)
@@ -270,11 +228,7 @@ def test_gpus(
     ],
 )
 def test_a_gil_that_need_not_be_on_is_a_note(
-    monkeypatch: pytest.MonkeyPatch,
-    has_gil: bool,
-    could_do_without: bool,
-    state: str,
-    value: str,
+    has_gil: bool, could_do_without: bool, state: str, value: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: has_gil, raising=False)
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(could_do_without))
@@ -301,11 +255,7 @@ def test_what_the_compiled_core_contains_is_no_limit_of_its_own(
     ],
 )
 def test_control_groups_are_read(
-    texts: dict[str, str],
-    cores: int | None,
-    processes: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    texts: Any, cores: int | None, processes: int | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.undo()
     for name, text in texts.items():
@@ -338,9 +288,7 @@ def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_examined_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
+    fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(_system, "memory_kills", fail)
     assert main(["doctor"]) == 1
     assert "cannot be examined: OSError" in capsys.readouterr().err
@@ -357,14 +305,8 @@ sys.exit(main(["doctor", "--json"]))
 @pytest.mark.slow
 def test_real_limits() -> None:
     """In a process that has them."""
-    lines = [
-        f"resource.setrlimit(resource.{name}, ({soft}, {soft}))"
-        for name, soft in (
-            ("RLIMIT_NOFILE", 100),
-            ("RLIMIT_FSIZE", 1 << 30),
-            ("RLIMIT_AS", 200 << 30),
-        )
-    ]
+    limits = {"RLIMIT_NOFILE": 100, "RLIMIT_FSIZE": 1 << 30, "RLIMIT_AS": 200 << 30}
+    lines = [f"resource.setrlimit(resource.{name}, ({n}, {n}))" for name, n in limits.items()]
     done = python("-c", DOCTOR_WITH.format(limits="\n".join(lines)))
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import minato
 from minato.cli.main import main
-from tests.subprocesses import TIMEOUT_S
+from tests.subprocesses import TIMEOUT_S, environment, in_session
 
 LOADERS = """
 import time
@@ -113,11 +113,7 @@ def test_in_words(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("load", "warns"), [(0.4, False), (1e6, True)])
 def test_a_busy_machine_is_named(
-    load: float,
-    warns: bool,
-    loaders: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    load: float, warns: bool, loaders: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
     assert main(["profile", f"{loaders}:mine", "--batches", "2"]) == 0
@@ -167,13 +163,7 @@ def test_what_cannot_be_is_told_in_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--batches", "0"],
-        ["--step-ms", "-1"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--batches", "0"], ["--step-ms", "-1"]])
 def test_arguments_that_are_not_possible(
     arguments: list[str], loaders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,18 +195,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nobody_reads(loaders: Path) -> None:
     command = [sys.executable, "-m", "minato", "profile", f"{loaders}:mine", "--batches", "2"]
-    root = Path(minato.__file__).parents[1]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1
-    assert b"Traceback" not in err
+    with in_session(command, environment()) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        err = process.stderr.read()  # type: ignore[union-attr]
+        assert process.wait(TIMEOUT_S) == 1
+    assert "Traceback" not in err
 
 
 def test_a_file_with_the_name_of_a_module_is_refused(

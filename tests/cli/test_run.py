@@ -8,14 +8,14 @@ import py_compile
 import re
 import signal
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.selection import mostly_slow
-from tests.subprocesses import TIMEOUT_S
+from tests.subprocesses import python
 
 TRAIN = """
 import sys
@@ -45,21 +45,28 @@ from {place} import DataLoader
 for name in {names}:
     list(DataLoader(list(range(8)), batch_size=4))
 """
+RUN = ("-m", "minato", "run")
+
+
+def plain(names: object, place: str = "minato") -> str:
+    return PLAIN.format(place=place, names=names)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith("MINATO_"):
+            monkeypatch.delenv(name)
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name[:7] != "MINATO_"}
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": paths, **variables},
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    return python(*arguments, cwd=folder, **variables)
+
+
+def job(folder: Path, source: str, *arguments: str, **variables: str) -> Any:
+    """Run a script as it is, or as the arguments say."""
+    (folder / "train.py").write_text(source)
+    return run(folder, *(arguments or ["train.py"]), **variables)
 
 
 @pytest.fixture
@@ -72,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_script_runs_unchanged_and_is_reported(folder: Path, method: str) -> None:
-    done = run(folder, "-m", "minato", "run", "job/train.py", method, "--lr", "3", "-h")
+    done = run(folder, *RUN, "job/train.py", method, "--lr", "3", "-h")
     assert (done.returncode, done.stdout) == (0, SEEN.format(method))
     last = done.stderr.rpartition("\nminato: ")[2]
     assert last.startswith("loader 'Mine', 1 epoch\n2 batches are too few for a verdict.\n")
@@ -96,8 +103,7 @@ for name, size in (("val", 8), ("train", 80)):
 
 @pytest.mark.slow
 def test_the_loader_that_was_waited_for_most_is_last(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TWO)
-    done = run(tmp_path, "-m", "minato", "run", "train.py", MINATO_REPORT="report.html")
+    done = job(tmp_path, TWO, *RUN, "train.py", MINATO_REPORT="report.html")
     lines = done.stderr.splitlines()
     heads = [line for line in lines if line.startswith("minato: loader ")]
     assert [head.split("'")[1] for head in heads] == ["val", "train"]
@@ -105,7 +111,7 @@ def test_the_loader_that_was_waited_for_most_is_last(tmp_path: Path) -> None:
     assert lines[-12:].index(heads[-1]) >= 0
     page = (tmp_path / "report.html").read_text()
     assert page.index("<h2>train</h2>") < page.index("<h2>val</h2>")
-    full = run(tmp_path, "-m", "minato", "run", "--full", "train.py").stderr
+    full = run(tmp_path, *RUN, "--full", "train.py").stderr
     assert full.count("Stages\n") == 2
     assert "\n  waiting " in full.rpartition("\n\n")[2]
 
@@ -113,7 +119,7 @@ def test_the_loader_that_was_waited_for_most_is_last(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_module_runs(folder: Path) -> None:
     job = folder / "job"
-    done = run(job, "-m", "minato", "run", "-m", "train", "fork", "--lr", "3", "-h")
+    done = run(job, *RUN, "-m", "train", "fork", "--lr", "3", "-h")
     assert (done.returncode, done.stdout) == (0, SEEN.format("fork"))
 
 
@@ -133,8 +139,7 @@ def test_a_module_runs(folder: Path) -> None:
 def test_the_exit_status_and_the_last_words_are_those_of_the_script(
     tmp_path: Path, source: str, status: int, last: str
 ) -> None:
-    (tmp_path / "train.py").write_text(source)
-    done = run(tmp_path, "-m", "minato", "run", "train.py")
+    done = job(tmp_path, source, *RUN, "train.py")
     assert done.returncode == status
     nothing = "\nminato: no loader of minato ran in this process\n"
     assert done.stderr.endswith(f"{last}\n" if last else "" if status else nothing)
@@ -144,10 +149,10 @@ def test_the_exit_status_and_the_last_words_are_those_of_the_script(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", mostly_slow([0, 1]))
 def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, rank: int) -> None:
-    (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names=["a", "b"]))
+    source = plain(["a", "b"])
     file = tmp_path / ("report.rank1.json" if rank else "report.json")
     for _ in range(2):  # the second run replaces the first one's
-        done = run(tmp_path, "train.py", MINATO_REPORT="report.json", LOCAL_RANK=str(rank))
+        done = job(tmp_path, source, MINATO_REPORT="report.json", LOCAL_RANK=str(rank))
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         reports = json.loads(file.read_text())["minato_reports"]
         assert [each["run"]["throughput"]["samples"] for each in reports] == [8, 8]
@@ -155,8 +160,7 @@ def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, ran
 
 @pytest.mark.slow
 def test_a_report_in_text_names_loaders_that_are_not_shown(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names="range(34)"))
-    done = run(tmp_path, "train.py", MINATO_REPORT="report.txt")
+    done = job(tmp_path, plain("range(34)"), MINATO_REPORT="report.txt")
     text = (tmp_path / "report.txt").read_text()
     assert (done.returncode, text.count("minato: loader ")) == (0, 32)
     assert text.startswith("minato: 2 earlier loaders are not shown\n")
@@ -164,9 +168,8 @@ def test_a_report_in_text_names_loaders_that_are_not_shown(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PLAIN.format(place="minato", names=[1, 2]))
     (tmp_path / "data.json").write_text('{"mine": 1}')
-    done = run(tmp_path, "train.py", MINATO_REPORT="data.json", MINATO_TRACE="data.json")
+    done = job(tmp_path, plain([1, 2]), MINATO_REPORT="data.json", MINATO_TRACE="data.json")
     assert done.returncode == 0
     assert (tmp_path / "data.json").read_text() == '{"mine": 1}'
     assert "MinatoWarning: the report cannot be written: MINATO_REPORT='data.json'" in done.stderr
@@ -175,8 +178,8 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_loader_is_traced_in_a_file_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PLAIN.format(place="torch.utils.data", names=[1, 2]))
-    done = run(tmp_path, "-m", "minato", "run", "train.py", MINATO_TRACE="run.json")
+    source = plain([1, 2], "torch.utils.data")
+    done = job(tmp_path, source, *RUN, "train.py", MINATO_TRACE="run.json")
     assert done.returncode == 0
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["run-2.json", "run.json"]
     for path in tmp_path.glob("*.json"):
@@ -207,9 +210,8 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_process_of_a_program_writes_files_of_its_own(tmp_path: Path, rank: int) -> None:
-    (tmp_path / "train.py").write_text(SEVERAL)
     files = {"MINATO_REPORT": "report.json", "MINATO_TRACE": "trace.json"}
-    done = run(tmp_path, "train.py", **files, LOCAL_RANK=str(rank))
+    done = job(tmp_path, SEVERAL, **files, LOCAL_RANK=str(rank))
     assert (done.returncode, done.stderr) == (0, "")
     own = ".rank1" if rank else ""
     read = {}
@@ -229,11 +231,8 @@ def test_each_process_of_a_program_writes_files_of_its_own(tmp_path: Path, rank:
 
 @pytest.mark.slow
 def test_nothing_is_kept_without_the_variables(tmp_path: Path) -> None:
-    script = PLAIN.format(place="minato", names=[1]) + (
-        "import sys\nprint('minato.observe.report' in sys.modules)"
-    )
-    (tmp_path / "train.py").write_text(script)
-    done = run(tmp_path, "train.py")
+    source = f"{plain([1])}import sys\nprint('minato.observe.report' in sys.modules)"
+    done = job(tmp_path, source)
     assert (done.returncode, done.stdout) == (0, "False\n")
 
 
@@ -311,11 +310,11 @@ def test_a_script_sees_what_python_shows_it(tmp_path: Path, command: str) -> Non
     layout(tmp_path)
     words = command.split()
     own = [words.pop(0) for _ in range({"-O": 1, "-P": 1, "-X": 2}.get(words[0], 0))]
-    python = run(tmp_path, *own, *words)
-    minato = run(tmp_path, *own, "-m", "minato", "run", *words)
-    assert python.stdout.count("\n") >= 8
-    assert minato.stdout == python.stdout
-    assert (minato.returncode, python.returncode) == (0, 0)
+    theirs = run(tmp_path, *own, *words)
+    ours = run(tmp_path, *own, *RUN, *words)
+    assert theirs.stdout.count("\n") >= 8
+    assert ours.stdout == theirs.stdout
+    assert (ours.returncode, theirs.returncode) == (0, 0)
 
 
 @pytest.mark.slow
@@ -331,7 +330,7 @@ def test_a_script_sees_what_python_shows_it(tmp_path: Path, command: str) -> Non
 def test_what_cannot_be_run(tmp_path: Path, command: str, status: int, words: str) -> None:
     layout(tmp_path)
     (tmp_path / "empty").mkdir()
-    done = run(tmp_path, "-m", "minato", "run", *command.split())
+    done = run(tmp_path, *RUN, *command.split())
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith(f"minato: {words}")
     assert "Traceback" not in done.stderr
@@ -341,7 +340,7 @@ def test_what_cannot_be_run(tmp_path: Path, command: str, status: int, words: st
 def test_a_package_that_lacks_another_says_so(tmp_path: Path) -> None:
     (tmp_path / "lacking").mkdir()
     (tmp_path / "lacking/__init__.py").write_text("import lack")
-    done = run(tmp_path, "-m", "minato", "run", "-m", "lacking.module")
+    done = run(tmp_path, *RUN, "-m", "lacking.module")
     assert done.returncode == 1
     assert done.stderr.endswith("ModuleNotFoundError: No module named 'lack'\n")
 
@@ -369,8 +368,7 @@ for batch in DataLoader(Mine(), 4, num_workers=2, multiprocessing_context=sys.ar
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_forgotten_guard_is_told_in_a_sentence(tmp_path: Path, method: str) -> None:
-    (tmp_path / "train.py").write_text(UNGUARDED)
-    done = run(tmp_path, "train.py", method)
+    done = job(tmp_path, UNGUARDED, "train.py", method)
     assert (done.returncode, done.stdout) == (1, "")
     first, *lines = done.stderr.splitlines()
     assert first == "Traceback (most recent call last):"

@@ -147,6 +147,22 @@ class Recorder:
         return next(number for number, copy in enumerate(self.copies, 1) if copy.target is tensor)
 
 
+def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Have torch believe in an accelerator, and copy to pin what that does not hold locked."""
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if recorder.holds(tensor):
+            return tensor
+        recorder.pageable.append(tensor)
+        return tensor.clone()
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: cuda)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return recorder
+
+
 def watch_slots(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Slot]:
     """Have it fail at once if a slot is taken while a copy from it is still to run; returns the slots taken."""
     acquire = Arena.acquire

@@ -21,7 +21,7 @@ import torch
 from minato import DataLoader, ErrorPolicy
 from minato import consumers as module
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Failing, Filled, Numbers, Sleepy, wait_until
-from tests.delivery.recorder import GRUMBLES, Recorder, watch_slots
+from tests.delivery.recorder import GRUMBLES, Recorder, indices_of, watch_slots
 from tests.selection import each
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -34,6 +34,12 @@ def in_threads(work: Iterable[Callable[[], Any]]) -> list[Future[Any]]:
     work = list(work)
     with ThreadPoolExecutor(len(work)) as threads:
         return [threads.submit(each) for each in work]
+
+
+def by_each_of(loader: DataLoader[Any], train: Callable[[Any], Any]) -> list[Any]:
+    """What a function of a consumer gives in three threads."""
+    done = in_threads(functools.partial(train, consumer) for consumer in loader.consumers(3))
+    return [each.result() for each in done]
 
 
 def flat(batches: Iterable[torch.Tensor]) -> list[int]:
@@ -53,9 +59,7 @@ def test_together_they_get_each_index_once_per_epoch(workers: Any, order: str) -
             epochs.append(flat(consumer))
         return epochs
 
-    parts = [
-        done.result() for done in in_threads((lambda c=c: train(c)) for c in loader.consumers(3))
-    ]
+    parts = by_each_of(loader, train)
     for epoch in range(3):
         assert sorted(itertools.chain(*(part[epoch] for part in parts))) == list(range(83))
 
@@ -220,12 +224,9 @@ def test_an_error_is_that_of_one_consumer(workers: Any) -> None:
             return got, str(error)
         return got, None
 
-    parts = [
-        done.result() for done in in_threads((lambda c=c: train(c)) for c in loader.consumers(3))
-    ]
-    errors = [error for _, error in parts if error is not None]
-    assert len(errors) == 1
-    assert "sample 10" in errors[0]
+    parts = by_each_of(loader, train)
+    (error,) = (error for _, error in parts if error is not None)
+    assert "sample 10" in error
     left = {*range(60)} - {10, 11}
     assert sorted(flat(itertools.chain(*(got for got, _ in parts)))) == sorted(left)
 
@@ -239,9 +240,8 @@ def test_after_an_error_a_consumer_may_go_on() -> None:
 
 
 def test_the_death_of_a_worker_ends_all_of_them() -> None:
-    loader = DataLoader(
-        Sleepy(400, 0.005), 2, num_workers=1, errors=ErrorPolicy(on_worker_death="raise")
-    )
+    policy = ErrorPolicy(on_worker_death="raise")
+    loader = DataLoader(Sleepy(400, 0.005), 2, num_workers=1, errors=policy)
 
     def train(consumer: Any) -> str:
         try:
@@ -254,10 +254,7 @@ def test_the_death_of_a_worker_ends_all_of_them() -> None:
             return str(error)
         return "ended"
 
-    said = [
-        done.result() for done in in_threads((lambda c=c: train(c)) for c in loader.consumers(3))
-    ]
-    assert any("exited unexpectedly" in each for each in said)
+    assert any("exited unexpectedly" in said for said in by_each_of(loader, train))
 
 
 def test_workers_that_a_thread_of_an_executor_has_forked_end_well(
@@ -315,25 +312,22 @@ def test_slots_wait_for_the_device_that_reads_them(monkeypatch: pytest.MonkeyPat
         if number % 3 == 0:
             recorder.run(len(recorder.copies) - 1)
     recorder.run()
-    assert [batch[:, 0, 0].tolist() for batch in batches] == [
-        [first, first + 1, first + 2] for first in range(0, 90, 3)
-    ]
+    assert indices_of(batches) == [[i, i + 1, i + 2] for i in range(0, 90, 3)]
     assert len(set(taken)) < len(taken)
     assert recorder.pageable == []
 
 
 def test_what_is_asked_for_is_checked() -> None:
     loader = DataLoader(Numbers(3))
-    with pytest.raises(ValueError, match=r"n=0 is too small"):
-        loader.consumers(0)
-    with pytest.raises(ValueError, match="give one of the two"):
-        loader.consumers()
-    with pytest.raises(ValueError, match="give one of the two"):
-        loader.consumers(2, devices=["meta"])
-    with pytest.raises(ValueError, match=r"devices=\[\] is empty"):
-        loader.consumers(devices=[])
-    with pytest.raises(ValueError, match="device='cuda:99' is not there"):
-        loader.consumers(devices=["cuda:99"])
+    for n, devices, match in (
+        (0, None, "n=0 is too small"),
+        (None, None, "give one of the two"),
+        (2, ["meta"], "give one of the two"),
+        (None, [], r"devices=\[\] is empty"),
+        (None, ["cuda:99"], "device='cuda:99' is not there"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            loader.consumers(n, devices=devices)
     with pytest.raises(ValueError, match="device='meta' is one device for all"):
         DataLoader(Numbers(3), device="meta").consumers(2)
 

@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import DataLoader, DeviceCopies, MinatoWarning
 from minato._core.segment import Segment
-from minato.batching.arena import Arena
 from minato.delivery import device
 from minato.delivery.device import move_leaves
 from tests.datasets import (
@@ -32,10 +30,20 @@ from tests.datasets import (
     Held,
     Numbers,
     Pair,
+    Parts,
     Samples,
+    flat,
+    indices,
     wait_until,
 )
-from tests.delivery.recorder import GRUMBLES, DeviceEvent, Recorder, indices_of, watch_slots
+from tests.delivery.recorder import (
+    GRUMBLES,
+    DeviceEvent,
+    Recorder,
+    accelerated,
+    indices_of,
+    watch_slots,
+)
 from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -65,8 +73,10 @@ def make(dataset: Any, batch_size: int | None = 3, ahead: int = 2, **options: An
     return DataLoader(dataset, batch_size, device=DeviceCopies("meta", ahead), **options)
 
 
-def together(batches: Iterable[list[int]]) -> list[int]:
-    return list(itertools.chain.from_iterable(batches))
+def numbers_of(batches: Iterable[Any], recorder: Recorder) -> list[int]:
+    """What batches of numbers hold once the device has come round."""
+    recorder.run()
+    return flat(indices(batches))
 
 
 def all_ready(iterator: Any) -> bool:
@@ -94,7 +104,7 @@ def test_a_slot_is_used_again_when_the_device_has_read_it_and_not_before(
                 recorder.run(chance.randint(recorder.ran, len(recorder.copies)))
         recorder.run()
         found = indices_of(batches)
-        assert sorted(together(found)) == list(range(60)), epoch
+        assert sorted(flat(found)) == list(range(60)), epoch
         if order == "strict":
             assert found == [list(range(i, i + 3)) for i in range(0, 60, 3)]
     assert len(set(taken)) < len(taken)
@@ -105,13 +115,12 @@ def test_a_device_that_never_comes_round_gets_ever_new_slots(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = watch_slots(recorder, monkeypatch)
-    loader = make(Filled(60, 20, 30))
-    iterator = iter(loader)
+    iterator = iter(make(Filled(60, 20, 30)))
     batches = [*iterator]
     assert recorder.ran == 0
     assert len(set(taken)) == len(taken) == 20
     recorder.run()
-    assert together(indices_of(batches)) == list(range(60))
+    assert flat(indices_of(batches)) == list(range(60))
 
 
 def test_the_recorder_notices_a_slot_that_is_used_too_early(
@@ -146,7 +155,7 @@ def test_memory_that_cannot_be_locked_is_copied_as_torch_does(
     with pytest.warns(RuntimeWarning, match="operation not permitted.*as with torch") as warned:
         batches = [*make(Filled(30, 20, 30), num_workers=1)]
     assert [each.category for each in warned].count(MinatoWarning) == 1
-    assert together(indices_of(batches)) == list(range(30))
+    assert flat(indices_of(batches)) == list(range(30))
     assert len(recorder.pageable) == 10
     assert recorder.copies == []
 
@@ -233,20 +242,13 @@ def test_a_batch_on_the_device_is_not_overtaken(recorder: Recorder) -> None:
     assert recorder.position_of(batches[-1]) == sent
     batches += iterator
     recorder.run()
-    assert [batch.tolist() for batch in batches] == [
-        [0, 1, 2], [6, 7, 8], [9, 10, 11], [3, 4, 5]
-    ]  # fmt: skip
+    assert indices(batches) == [[0, 1, 2], [6, 7, 8], [9, 10, 11], [3, 4, 5]]
 
 
 def test_batches_on_the_device_count_for_the_memory_budget(recorder: Recorder) -> None:
     nbytes = 3 * 64 * 64 * 4
-    loader = make(
-        Filled(60, 64, 64),
-        num_workers=2,
-        memory_budget=3 * nbytes + nbytes // 2,
-        ahead=8,
-    )
-    iterator = iter(loader)
+    budget = 3 * nbytes + nbytes // 2
+    iterator = iter(make(Filled(60, 64, 64), num_workers=2, memory_budget=budget, ahead=8))
     for _ in range(4):  # opened before anybody knew how large they are
         next(iterator)
     for given, _ in enumerate(iterator, 5):
@@ -257,25 +259,17 @@ def test_batches_on_the_device_count_for_the_memory_budget(recorder: Recorder) -
 
 @each_order
 def test_a_batch_that_was_only_sent_is_not_delivered(order: str, recorder: Recorder) -> None:
-    def loader() -> Any:
-        return make(
-            Numbers(41), num_workers=1, order=order, prefetch_factor=8, seed=3,
-            shuffle=True,
-        )  # fmt: skip
-
-    first = loader()
+    options = {"num_workers": 1, "order": order, "prefetch_factor": 8, "seed": 3}
+    first, rest = (make(Numbers(41), shuffle=True, **options) for _ in range(2))
     iterator = iter(first)
     batches = [next(iterator)]
     wait_until(lambda: all_ready(iterator))
     batches.append(next(iterator))
     assert len(recorder.copies) == 4
     assert first.coverage().delivered.samples == 6
-    state = first.state_dict()
-    rest = loader()
-    rest.load_state_dict(state)
+    rest.load_state_dict(first.state_dict())
     batches += rest
-    recorder.run()
-    assert sorted(torch.cat(batches).tolist()) == list(range(41))
+    assert sorted(numbers_of(batches, recorder)) == list(range(41))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -294,7 +288,7 @@ def test_epochs_that_are_broken_off(
             if len(batches) == wanted:
                 break
         recorder.run()
-        found = together(indices_of(batches))
+        found = flat(indices_of(batches))
         assert len(set(found)) == 3 * wanted
 
 
@@ -308,17 +302,14 @@ def test_an_error_is_raised_when_its_turn_has_come(workers: Any, recorder: Recor
     with pytest.raises(LookupError, match="sample 10"):
         next(iterator)
     batches += iterator
-    recorder.run()
-    assert together(batch.tolist() for batch in batches) == [
-        *range(9), *range(12, 24)
-    ]  # fmt: skip
+    assert numbers_of(batches, recorder) == [*range(9), *range(12, 24)]
 
 
 class Stubborn:
     """An object that does not go to any device."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, samples: list[int]) -> None:
+        self.number = samples[0]
 
     def to(self, device: Any, non_blocking: bool = False) -> Stubborn:
         if self.number == 6:
@@ -326,13 +317,9 @@ class Stubborn:
         return self
 
 
-def stubborn(samples: list[int]) -> Stubborn:
-    return Stubborn(samples[0])
-
-
 @each_method
 def test_an_error_of_copying_is_its_batchs(workers: Any, recorder: Recorder) -> None:
-    iterator = iter(make(Numbers(15), collate_fn=stubborn, **workers))
+    iterator = iter(make(Numbers(15), collate_fn=Stubborn, **workers))
     assert [next(iterator).number for _ in range(2)] == [0, 3]
     with pytest.raises(RuntimeError, match="number 6 stays"):
         next(iterator)
@@ -401,16 +388,13 @@ def test_on_a_real_device(workers: Any, order: str) -> None:
         assert batch["pair"].image.shape[1:] == (4, 5)
 
 
-class Counting(IterableDataset[int]):
+class Counting(Parts):
     """Each worker gives every n-th number, and knows where it stands."""
 
-    def __init__(self) -> None:
-        self.given = 0
+    given = 0
 
     def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        for number in range(first + step * self.given, 40, step):
+        for number in itertools.islice(super().__iter__(), self.given, None):
             self.given += 1
             yield number
         self.given = 0
@@ -426,7 +410,7 @@ class Counting(IterableDataset[int]):
 def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
     num_workers: int, recorder: Recorder
 ) -> None:
-    loader = make(Counting(), num_workers=num_workers)
+    loader = make(Counting(40), num_workers=num_workers)
     iterator = iter(loader)
     batches = [next(iterator)]
     if num_workers:
@@ -434,25 +418,24 @@ def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
     batches.append(next(iterator))
     if num_workers:
         assert len(recorder.copies) > 2  # some are on the device already
-    rest = make(Counting(), num_workers=num_workers)
+    rest = make(Counting(40), num_workers=num_workers)
     rest.load_state_dict(loader.state_dict())
     batches += rest
-    recorder.run()
-    assert sorted(together(batch.tolist() for batch in batches)) == list(range(40))
+    assert sorted(numbers_of(batches, recorder)) == list(range(40))
 
 
 def test_a_stream_whose_batches_leave_their_slots_before_their_turn(recorder: Recorder) -> None:
     """There is nothing in them for the device, so that others soon write where they, and the state, lay."""
-    loader = make(Counting(), num_workers=2, collate_fn=list)
+    loader = make(Counting(40), num_workers=2, collate_fn=list)
     iterator, batches = iter(loader), []
     for _ in range(6):
         wait_until(lambda: all_ready(iterator))
         batches.append(next(iterator))
         recorder.run()
-    rest = make(Counting(), num_workers=2, collate_fn=list)
+    rest = make(Counting(40), num_workers=2, collate_fn=list)
     rest.load_state_dict(loader.state_dict())
     batches += rest
-    assert sorted(together(batches)) == list(range(40))
+    assert sorted(flat(batches)) == list(range(40))
 
 
 class Rows(NamedTuple):
@@ -502,15 +485,10 @@ def test_leaves_and_containers() -> None:
 
 
 def test_a_device_and_pin_memory_do_not_pin_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda tensor, device=None: copied.append(tensor)
-    )
+    recorder = accelerated(Recorder(), monkeypatch)
     batches = [*DataLoader(Filled(6, 4, 5), 3, pin_memory=True, device="meta")]
     assert all(batch.is_meta for batch in batches)
-    assert copied == []
+    assert recorder.pageable == []
 
 
 # ---- without a device -----------------------------------------------------------------------
@@ -518,17 +496,7 @@ def test_a_device_and_pin_memory_do_not_pin_twice(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu", 0)])
 def test_main_memory_is_no_device(device: Any) -> None:
-    loader = DataLoader(Filled(6, 4, 5), 3, device=device)
-    iterator = iter(loader)
-    batch = next(iterator)
-    assert batch.device.type == "cpu"
-    engine: Any = iterator
-    assert engine._source._copier is None
-    assert engine._source.arena.pinned_slots is None
-
-
-def test_an_arena_without_locks_recycles_at_once() -> None:
-    arena = Arena(Segment(1 << 30))
-    slot = arena.acquire()
-    arena.lease(slot, 100)
-    assert arena.acquire() == slot
+    iterator: Any = iter(DataLoader(Filled(6, 4, 5), 3, device=device))
+    assert next(iterator).device.type == "cpu"
+    assert iterator._source._copier is None
+    assert iterator._source.arena.pinned_slots is None

@@ -90,42 +90,34 @@ def test_any_share_of_padding_has_groups() -> None:
 
 
 def test_without_padding_costs_are_added() -> None:
-    plan = CostBatches(
-        100, lambda sample: sample["cost"], padded=False, max_padding=0.01, max_wait=SIZE
-    )
-    costs = {"cost": 30.0}, {"cost": 3.0}
-    loader = make(
-        batch_size=plan, transforms=[lambda i: {"at": i, **costs[i % 2]}], collate_fn=list
-    )
+    options: Any = {"padded": False, "max_padding": 0.01, "max_wait": SIZE}
+    plan = CostBatches(100, lambda sample: sample["cost"], **options)
+    costs = [lambda i: {"at": i, "cost": 3.0 if i % 2 else 30.0}]
+    loader = make(batch_size=plan, transforms=costs, collate_fn=list)
     sums = [sum(each["cost"] for each in batch) for batch in loader]
     assert max(sums) <= 100
     assert min(sums[:-1]) > 70
 
 
 def test_the_length_of_a_sample_is_its_cost_and_it_is_padded() -> None:
-    loader = DataLoader(
-        [torch.ones(3), torch.ones(2), torch.ones(3)], CostBatches(9, max_padding=0.5)
-    )
+    samples = [torch.ones(3), torch.ones(2), torch.ones(3)]
+    loader = DataLoader(samples, CostBatches(9, max_padding=0.5))
     assert [batch.tolist() for batch in loader] == [[[1, 1, 1], [1, 1, 0], [1, 1, 1]]]
-
-
-LOADED = shared_integers(1)
-
-
-def waiting_for_others(index: int) -> dict[str, Any]:
-    """Sample 0 is loaded after two hundred others."""
-    if index == 0:
-        wait_until(lambda: int(LOADED) >= 200)
-    LOADED.add_(1)
-    return {"tokens": torch.ones(10), "at": index}
 
 
 @pytest.mark.parametrize("batch_size", [CostBatches(100, "tokens"), None], ids=["cost", "single"])
 def test_others_do_not_wait_for_a_slow_sample(batch_size: Any) -> None:
-    LOADED.zero_()
-    loader = DataLoader(
-        Numbers(SIZE), batch_size, transforms=[waiting_for_others], order="arrival", num_workers=2
-    )
+    loaded = shared_integers(1)
+
+    def wait_for_others(index: int) -> dict[str, Any]:
+        """Sample 0 is loaded after two hundred others."""
+        if index == 0:
+            wait_until(lambda: int(loaded) >= 200)
+        loaded.add_(1)
+        return {"tokens": torch.ones(10), "at": index}
+
+    options: Any = {"order": "arrival", "num_workers": 2, "transforms": [wait_for_others]}
+    loader = DataLoader(Numbers(SIZE), batch_size, **options)
     ats = [torch.as_tensor(batch["at"]).flatten().tolist() for batch in loader]
     assert sorted(itertools.chain(*ats)) == [*range(SIZE)]
 
@@ -135,17 +127,7 @@ def test_others_do_not_wait_for_a_slow_sample(batch_size: Any) -> None:
 
 @pytest.mark.parametrize(
     ("order", "readers"),
-    mostly_slow(
-        [
-            ("strict", 0),
-            ("arrival", 3),
-            ("strict", 1),
-            ("arrival", 0),
-            ("strict", 3),
-            ("arrival", 1),
-        ],
-        quick=2,
-    ),
+    mostly_slow([(("strict", "arrival")[i % 2], n) for i, n in enumerate((0, 3, 1, 0, 3, 1))], 2),
 )
 def test_any_number_of_stops_and_workers(order: str, readers: int) -> None:
     draw = random.Random(order)
@@ -178,13 +160,19 @@ def test_programs_find_the_workers() -> None:
     assert [worker.is_alive() for worker in iterator._workers] == [True, True]
 
 
-def test_skipped_samples_are_no_loss() -> None:
-    def broken(index: int) -> dict[str, Any]:
-        if index % 10 == 3:
-            raise ValueError(index)
+def broken_at(*bad: int) -> list[Any]:
+    """The transform, which raises for some samples."""
+
+    def transform(index: int) -> dict[str, Any]:
+        if index in bad:
+            raise ValueError(f"bad {index}")
         return text_of(index)
 
-    loader = make(2, errors="skip", transforms=[broken])
+    return [transform]
+
+
+def test_skipped_samples_are_no_loss() -> None:
+    loader = make(2, errors="skip", transforms=broken_at(*range(3, SIZE, 10)))
     with pytest.warns(minato.MinatoWarning, match="30 samples"):
         assert sorted(indices_of(loader)) == [i for i in range(SIZE) if i % 10 != 3]
     assert loader.coverage().skipped.samples == SIZE // 10
@@ -201,13 +189,8 @@ def goes_on_after(loader: Any, error: type[BaseException], match: str) -> list[i
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_takes_the_place_of_a_batch(workers: int) -> None:
-    def broken(index: int) -> dict[str, Any]:
-        if index == 77:
-            raise ValueError("this one")
-        return text_of(index)
-
-    loader = make(workers, transforms=[broken])
-    seen = goes_on_after(loader, ValueError, "this one")
+    loader = make(workers, transforms=broken_at(77))
+    seen = goes_on_after(loader, ValueError, "bad 77")
     assert seen == [i for i in range(SIZE) if i != 77]
 
 
@@ -223,12 +206,10 @@ def test_a_sample_without_a_cost(cost: object, match: str) -> None:
 
 def once(action: Callable[[Any], Any], error: BaseException) -> Callable[[Any], Any]:
     """An action that raises at its 50th call."""
-    calls = 0
+    calls = itertools.count(1)
 
     def act(value: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 50:
+        if next(calls) == 50:
             raise error
         return action(value)
 

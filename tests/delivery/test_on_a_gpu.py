@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data import IterableDataset
 from minato import DataLoader, Observe
 from minato.batching.arena import Arena, Slot
 from tests.datasets import Filled, Numbers, Pair
+from tests.subprocesses import output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -87,9 +87,8 @@ def test_consumers_have_them_sent() -> None:
 def test_batches_that_torch_pins_may_be_dropped_while_they_are_copied() -> None:
     for nbytes_factor in (1, 4):  # pinned when asked for, and pinned early by a thread
         rows = SHAPE[0] * nbytes_factor
-        loader = DataLoader(
-            Filled(SIZE, rows, SHAPE[1]), BATCH_SIZE, num_workers=2, pin_memory=True
-        )
+        dataset = Filled(SIZE, rows, SHAPE[1])
+        loader = DataLoader(dataset, BATCH_SIZE, num_workers=2, pin_memory=True)
         assert next(iter(loader)).is_pinned()
         assert firsts(loader) == [*range(SIZE)]
 
@@ -125,16 +124,11 @@ def test_samples_that_are_on_the_gpu(workers: dict[str, Any], how: dict[str, Any
     for batch_size in (4, None):
         loader = DataLoader(OnGpu(9), batch_size, **workers, **how)
         theirs = [*torch.utils.data.DataLoader(OnGpu(9), batch_size)]
-        ours = [*loader]
-        assert [each["x"].device for each in ours] == [each["x"].device for each in theirs]
-        assert [each["x"].tolist() for each in ours] == [each["x"].tolist() for each in theirs]
-        assert [each["at"] for each in map(plain, ours)] == [
-            each["at"] for each in map(plain, theirs)
-        ]
+        assert [plain(batch) for batch in loader] == [plain(batch) for batch in theirs]
 
 
-def plain(batch: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.as_tensor(value).tolist() for key, value in batch.items()}
+def plain(batch: dict[str, Any]) -> list[Any]:
+    return [batch["x"].device, *(torch.as_tensor(batch[key]).tolist() for key in ("x", "at"))]
 
 
 class OnGpu(Numbers):
@@ -199,13 +193,7 @@ loader = DataLoader(torch.zeros(64, 1 << 16), 4, {how}, {workers})
 iterator = iter(loader)
 total = next(iterator).to("cuda", non_blocking=True).sum()
 """
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    output("-W", "ignore::DeprecationWarning", "-c", program)
 
 
 @pytest.mark.parametrize("how", [{"device": "cuda"}, {"pin_memory": "in_place"}])

@@ -12,29 +12,17 @@ import torch
 from minato import DataLoader, SharedPool
 from minato.delivery import iterator
 from tests.datasets import Filled
-from tests.delivery.recorder import Recorder, watch_slots
+from tests.delivery.recorder import Recorder, accelerated, indices_of, watch_slots
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """torch believes that it has an accelerator, and copies to pin what that does not hold locked."""
-    return accelerated(Recorder(), monkeypatch)
+    return used(Recorder(), monkeypatch)
 
 
-def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        if recorder.holds(tensor):
-            return tensor
-        recorder.pageable.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
-    )
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+def used(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(iterator, "memory_pinner", lambda: recorder)
-    return recorder
+    return accelerated(recorder, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +50,7 @@ def test_slots_wait_for_the_copies_of_the_program(
             if number % 4 == 3:  # the device is some batches behind
                 recorder.run(len(recorder.copies) - 3)
         recorder.run()
-        assert [batch[:, 0, 0].tolist() for batch in on_device] == [
-            [first, first + 1, first + 2] for first in range(0, 60, 3)
-        ]
+        assert indices_of(on_device) == [[i, i + 1, i + 2] for i in range(0, 60, 3)]
     assert len(set(taken)) < len(taken), "no slot was ever used again"
     assert recorder.pageable == []
 
@@ -86,7 +72,7 @@ def test_other_tensors_are_pinned_by_torch(recorder: Recorder) -> None:
 
 
 def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = accelerated(Recorder(fails=True), monkeypatch)
+    recorder = used(Recorder(fails=True), monkeypatch)
     loader = DataLoader(Filled(4, 3), 2, num_workers=1, pin_memory="in_place")
     with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]]
@@ -96,7 +82,6 @@ def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch)
 def test_what_torch_would_take_for_true_is_refused() -> None:
     with pytest.raises(ValueError, match="pin_memory='inplace' is not possible: choose one of"):
         DataLoader(Filled(4, 3), pin_memory="inplace")  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"workers=SharedPool\(\.\.\.\) does not go with pin_memory='in_place'"
-    ):
+    contradiction = r"workers=SharedPool\(\.\.\.\) does not go with pin_memory='in_place'"
+    with pytest.raises(ValueError, match=contradiction):
         DataLoader(Filled(4, 3), num_workers=1, workers=SharedPool(), pin_memory="in_place")
