@@ -55,15 +55,9 @@ class Browser:
 
     def open(self, page: Path, width: int) -> None:
         """Load a page as a screen of so many pixels shows it, a phone's if it is narrow."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=844,
-            screenWidth=width,
-            screenHeight=844,
-            deviceScaleFactor=1,
-            mobile=width < 500,
-        )
+        size = {"width": width, "height": 844, "screenWidth": width, "screenHeight": 844}
+        how = {"deviceScaleFactor": 1, "mobile": width < 500}
+        self.call("Emulation.setDeviceMetricsOverride", **size, **how)
         self.call("Page.navigate", url=page.as_uri())
         while self._next().get("method") != "Page.loadEventFired":
             pass
@@ -89,10 +83,9 @@ class Browser:
                 self.complaints.append(str(told["exceptionDetails"]))
             case "Log.entryAdded":
                 self.complaints.append(told["entry"]["text"])
-            case "Network.requestWillBeSent" if not told["request"]["url"].startswith(
-                ("file:", "data:")
-            ):
-                self.complaints.append(f"loads {told['request']['url']}")
+            case "Network.requestWillBeSent":
+                url = told["request"]["url"]
+                self.complaints += [] if url.startswith(("file:", "data:")) else [f"loads {url}"]
         return message
 
 
@@ -105,16 +98,10 @@ def browser() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # Chromium speaks on descriptors 3 and 4.
         script = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
-        options = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-        ]
+        options = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+        own = [*options.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         process = subprocess.Popen(
-            ["bash", "-c", script, "bash", str(theirs_in), str(theirs_out), PATH, *options]
-            + ["--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            ["bash", "-c", script, "bash", str(theirs_in), str(theirs_out), PATH, *own],
             pass_fds=[theirs_in, theirs_out],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

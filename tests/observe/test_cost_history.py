@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -42,15 +43,7 @@ def test_costs_survive_their_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"format": [0, 0]}',
-        '{"format": [2, 5824]}',
-    ],
+    "content", ["", "{", "[]", "{}", '{"format": [0, 0]}', '{"format": [2, 5824]}']
 )
 def test_a_file_without_costs_is_ignored(tmp_path, content):
     (file_in(tmp_path)).write_text(content)
@@ -97,23 +90,14 @@ WORDS = st.dictionaries(
 
 def consistent(words: dict[int, int]) -> dict[str, int]:
     """The words of a histogram that may have been: what its buckets count, is its count."""
-    memory = bytearray(HISTOGRAM_NBYTES)
-    values = Histogram(memory)
-    for bucket, count in words.items():
-        for _ in range(count):
-            values.record(bucket)
-    return to_words(values)
+    return to_words(histogram(*Counter(words).elements()))
 
 
 WORDS = WORDS | st.dictionaries(st.integers(0, 2**62), st.integers(0, 30), max_size=5).map(
     consistent
 )
-HISTORIES = st.fixed_dictionaries(
-    {
-        "format": st.just([2, HISTOGRAM_NBYTES]),
-        "recent": WORDS | st.none(),
-    }
-).map(json.dumps) | st.binary(max_size=50)
+FIELDS = {"format": st.just([2, HISTOGRAM_NBYTES]), "recent": WORDS | st.none()}
+HISTORIES = st.fixed_dictionaries(FIELDS).map(json.dumps) | st.binary(max_size=50)
 
 
 @settings(max_examples=150)

@@ -50,20 +50,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("imports", "expected"),
-    [
-        ("from PIL import Image", True),
-        ("import PIL.Image", True),
-        ("from PIL.Image import open", True),
-        ("import torch", False),
-        ("", False),
-    ],
+    "imports",
+    ["from PIL import Image", "import PIL.Image", "from PIL.Image import open", "import torch", ""],
 )
-def test_what_the_module_imports_decides(module, imports: str, expected: bool):
+def test_what_the_module_imports_decides(module, imports: str):
     made = module(imports)
-    assert uses_pil([made.Pictures()]) == expected
-    assert uses_pil([Numbers(3), made.resized]) == expected
-    assert uses_pil([made.More()]) == expected
+    for parts in ([made.Pictures()], [Numbers(3), made.resized], [made.More()]):
+        assert uses_pil(parts) == ("PIL" in imports)
 
 
 def test_wrapped_datasets_count(module):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +15,7 @@ from minato._core import Histogram
 from minato.observe.epoch_log import EpochLog, LoaderUse
 from minato.observe.machine import MachineSnapshot
 from minato.observe.meters import SlowSample
+from minato.observe.metrics import values_of
 from minato.observe.observers import Counts, LoaderSnapshot, Metrics
 from minato.sampling.progress import Progress
 from minato.scheduling.slow_samples import ThresholdDecision
@@ -60,6 +64,11 @@ def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -
         journal.leave(4, 50, lambda: STANDING)
 
 
+def whole_of(journal: EpochLog) -> Metrics:
+    parts = [journal.forgotten, *(notes.metrics for notes in journal.records())]
+    return functools.reduce(operator.iadd, parts, Metrics())
+
+
 @pytest.mark.parametrize("stands_still", [False, True])
 def test_an_epoch_holds_what_was_added_during_it(stands_still: bool) -> None:
     journal, source = EpochLog(), MetricsSource(stands_still=stands_still)
@@ -71,19 +80,16 @@ def test_an_epoch_holds_what_was_added_during_it(stands_still: bool) -> None:
         journal.finish()
     for notes in journal.records():
         counts = notes.metrics.counts
-        assert (counts["batches"], counts["samples"], counts["bytes"]) == (3, 12, 150)
-        assert counts["busy_ns"] == 300
-        assert notes.metrics.histograms["total"].count == 3
-        assert notes.metrics.histograms["wait"].count == 3
-        assert notes.metrics.histograms["step"].count == 3  # the last one ends with the epoch
+        names = ("batches", "samples", "bytes", "busy_ns")
+        assert [counts[name] for name in names] == [3, 12, 150, 300]
+        for name in ("total", "wait", "step"):  # the last step ends with the epoch
+            assert notes.metrics.histograms[name].count == 3
         assert counts["wall_ns"] >= counts["start_ns"] + notes.waits.total + notes.steps.total
         assert notes.finished
         assert notes.use.last == STANDING
         assert notes.machine == MACHINE
     assert journal.slow == [SlowSample(3, 100, 0, -1, 0)]
-    whole = Metrics()
-    for metrics in (journal.forgotten, *(notes.metrics for notes in journal.records())):
-        whole += metrics
+    whole = whole_of(journal)
     assert whole.counts["epochs"] == 2
     assert whole.histograms["total"].count == 6
 
@@ -97,9 +103,7 @@ def test_an_abandoned_epoch_is_kept_when_its_engine_goes_or_the_next_begins() ->
     epoch(journal, others, 1, 1)
     epoch(journal, others, 2, 1)
     assert [(each.epoch, each.finished) for each in journal.records()] == [
-        (0, False),
-        (1, False),
-        (2, False),
+        (number, False) for number in range(3)
     ]
     journal.end(others)
     journal.enter()  # an iterator that outlives its engine's notes
@@ -119,9 +123,7 @@ def test_old_epochs_become_part_of_the_run_alone(stands_still: bool) -> None:
         journal.enter()
         journal.finish()
         assert [each.epoch for each in journal.records()] == [*range(number + 1)][-64:]
-        whole = Metrics()
-        for metrics in (journal.forgotten, *(notes.metrics for notes in journal.records())):
-            whole += metrics
+        whole = whole_of(journal)
         totals = journal.totals()
         for name in ("batches", "samples", "bytes", "busy_ns"):
             assert totals.counts[name] == whole.counts[name]
@@ -168,10 +170,6 @@ def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
     assert journal.stages() == ()
 
 
-def interrupt() -> Any:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calls that return, those that raise and the copies between them, whenever somebody looks."""
@@ -182,16 +180,14 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
     journal.started()
     waits, steps, waited, pinned, step = 0, 0, 0, 0, 0
     for _ in range(100):
-        kind, duration = (
-            draw.choice(["batch", "interrupted", "error", "step", "pin"]),
-            draw.randrange(1, 9),
-        )
-        if kind in ("batch", "interrupted", "error"):
+        kind = draw.choice(["batch", "interrupted", "error", "step", "pin"])
+        calls, duration = kind in ("batch", "interrupted", "error"), draw.randrange(1, 9)
+        if calls:
             now_ns += 1
             journal.enter()
             steps, step = steps + (step + 1 if waits else 0), 0
         now_ns += duration
-        waited += duration if kind in ("batch", "interrupted", "error") else 0
+        waited += duration if calls else 0
         assert journal.totals().waited_ns == waited
         if kind == "batch":
             journal.leave(1, 1, lambda: STANDING)
@@ -199,7 +195,7 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
         elif kind == "interrupted":  # where it looks at the loader; the batch comes again
             journal._current.calls.is_wanted = True
             with pytest.raises(KeyboardInterrupt):
-                journal.leave(1, 1, interrupt)
+                journal.leave(1, 1, Mock(side_effect=KeyboardInterrupt))
             journal.fail()
         elif kind == "error":
             journal.fail()
@@ -233,22 +229,31 @@ def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured
     del iterator
 
 
+def test_the_loader_is_that_of_a_recent_batch() -> None:
+    journal = EpochLog()
+    journal.begin(0, Progress(0), MetricsSource())
+    journal.started()
+    for ready in range(5):
+        journal.enter()
+        journal.leave(4, 50, lambda ready=ready: STANDING._replace(ready=ready))
+        values = values_of(journal.totals())
+        assert (values["ready_batches"], values["in_flight_bytes"]) == (ready, 1000)
+    journal.enter()
+    journal.finish()
+    assert values_of(journal.totals())["ready_batches"] == 4
+
+
 def test_how_things_stand_is_looked_up_only_for_those_who_look() -> None:
     journal, source = EpochLog(), MetricsSource()
-    looks: list[int] = []
-
-    def loader() -> LoaderSnapshot:
-        looks.append(1)
-        return STANDING
-
+    loader = Mock(return_value=STANDING)
     journal.begin(0, Progress(0), source)
     journal.started()
     for _ in range(100):
         journal.enter()
         journal.leave(1, 1, loader)
-    assert len(looks) < 100  # for the time line
+    assert loader.call_count < 100  # for the time line
     journal.totals()
-    before = len(looks)
+    before = loader.call_count
     journal.enter()
     journal.leave(1, 1, loader)
-    assert len(looks) > before
+    assert loader.call_count > before

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,40 +22,28 @@ from minato.observe import gpus
 from minato.observe.gpus import NBYTES, GpuTable, gpu_table, run, visible
 from minato.observe.machine import MachineMonitor
 from tests.datasets import Numbers, wait_until
+from tests.edges.test_forks import forked
 
-FAKE = '''
-"""Two GPUs: one that is idle at every second look, one that always works."""
+FAKE = """
+# Two GPUs: one that is idle at every second look, one that always works.
 from types import SimpleNamespace
-
 looks = [0, 0]
-
 class NVMLError(Exception):
     pass
-
-def nvmlInit():
-    pass
-
-def nvmlDeviceGetCount():
-    return 2
-
 def nvmlDeviceGetHandleByIndex(number):
     if number not in (0, 1):
         raise NVMLError("invalid")
     return number
-
-def nvmlDeviceGetHandleByUUID(uuid):
-    return {"GPU-a": 0, "GPU-b": 1}[uuid]
-
-def nvmlDeviceGetName(handle):
-    return [b"Made up", "Other"][handle]
-
 def nvmlDeviceGetUtilizationRates(handle):
     looks[handle] += 1
     return SimpleNamespace(gpu=80 if handle else 50 * (looks[handle] % 2))
-
 def nvmlDeviceGetMemoryInfo(handle):
     return SimpleNamespace(used=(handle + 1) << 30, total=16 << 30)
-'''
+nvmlInit = lambda: None
+nvmlDeviceGetCount = lambda: 2
+nvmlDeviceGetHandleByUUID = {"GPU-a": 0, "GPU-b": 1}.__getitem__
+nvmlDeviceGetName = [b"Made up", "Other"].__getitem__
+"""
 
 
 @pytest.fixture
@@ -105,28 +94,16 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.mark.parametrize(
-    ("named", "names"),
-    [
-        (None, ["Made up", "Other"]),
-        ("1", ["Other"]),
-        ("1, 0", ["Other", "Made up"]),
-        ("GPU-b", ["Other"]),
-        ("", []),
-        ("-1", []),
-        ("0,7,1", ["Made up"]),
-    ],
-)
-def test_those_that_the_program_may_use(named: str | None, names: list[str]) -> None:
-    assert [gpu.name for gpu in visible(nvml(), named)] == names
+def test_those_that_the_program_may_use() -> None:
+    both, other = ["Made up", "Other"], ["Other"]
+    expected = {None: both, "1": other, "1, 0": both[::-1], "GPU-b": other, "": [], "-1": []}
+    for named, names in {**expected, "0,7,1": ["Made up"]}.items():
+        assert [gpu.name for gpu in visible(nvml(), named)] == names, named
 
 
 def test_a_gpu_that_does_not_tell_its_use_is_left_out() -> None:
     module = nvml()
-
-    def silent(handle: int) -> Any:
-        raise module.NVMLError("not supported")
-
+    silent = Mock(side_effect=module.NVMLError("not supported"))
     module.nvmlDeviceGetUtilizationRates = silent
     assert visible(module, None) == []
 
@@ -142,12 +119,8 @@ def test_what_is_seen_is_added_up() -> None:
     table, looks = GpuTable(bytearray(NBYTES)), iter([True] * 4 + [False])
     run([Gpu()], table, lambda: next(looks))
     assert table.gpus() == ((Gpu.name[:64], 8 << 20),)
-    assert table.counts() == {
-        "gpu0_samples": 4,
-        "gpu0_idle": 2,
-        "gpu0_busy_percent": 100,
-        "gpu0_used_mib": 12,
-    }
+    names = ["gpu0_samples", "gpu0_idle", "gpu0_busy_percent", "gpu0_used_mib"]
+    assert table.counts() == dict(zip(names, [4, 2, 100, 12], strict=True))
 
 
 def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> None:
@@ -171,12 +144,7 @@ def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> Non
 
 
 def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
-    pid = os.fork()
-    if pid == 0:
-        watch = gpu_table()
-        time.sleep(60)
-        del watch
-        os._exit(0)
+    pid = forked(lambda: [gpu_table(), time.sleep(60)])
     try:
         wait_until(lambda: bool(psutil.Process(pid).children()))
         (side,) = psutil.Process(pid).children()
@@ -186,19 +154,15 @@ def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
     wait_until(lambda: has_ended(side))
 
 
-class Stuck(subprocess.Popen[bytes]):
-    """A process in the hands of a driver that hangs."""
-
-    def kill(self) -> None:
-        pass
-
-
 def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in the hands of a driver that hangs."""
     monkeypatch.setattr(gpus, "_GRACE_S", 0.01)
-    with Stuck([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        gpus._end(process, os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "kill", lambda: None)
+            gpus._end(process, os.getpid())
         assert process.poll() is None
-        subprocess.Popen.kill(process)
+        process.kill()
 
 
 @pytest.mark.parametrize("stats", [True, "gpu"])

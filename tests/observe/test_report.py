@@ -29,7 +29,17 @@ from minato.observe.observers import LoaderSnapshot, Metrics
 from minato.observe.report import Report
 from minato.observe.text import headline
 from minato.sources.base import KeyedSource, Retry
-from tests.datasets import Failing, Filled, Journal, Lists, Numbers, Sleepy, Stream, wait_until
+from tests.datasets import (
+    Failing,
+    Filled,
+    Journal,
+    Lists,
+    Numbers,
+    Parts,
+    Sleepy,
+    Stream,
+    wait_until,
+)
 from tests.subprocesses import children
 
 
@@ -78,9 +88,8 @@ def test_the_run_is_the_sum_of_its_epochs(report: Report) -> None:
     assert report.run.throughput.batches == 32
     assert report.run.throughput.samples == 128
     assert report.run.throughput.coverage == 1
-    assert report.run.waiting.total_s == pytest.approx(
-        sum(each.waiting.total_s for each in report.epochs)
-    )
+    waited_s = sum(each.waiting.total_s for each in report.epochs)
+    assert report.run.waiting.total_s == pytest.approx(waited_s)
     assert 0 < report.run.waiting.share <= 1
     assert report.run.waiting.total_s <= report.run.throughput.wall_s
 
@@ -88,12 +97,8 @@ def test_the_run_is_the_sum_of_its_epochs(report: Report) -> None:
 def test_every_stage_has_its_costs(report: Report) -> None:
     stages = {stage.name: stage for stage in report.run.stages}
     assert list(stages) == ["dataset", "pause", "stall_at_5", "collate and copy"]
-    assert [stage.kind for stage in report.run.stages] == [
-        "source",
-        "transform",
-        "transform",
-        "collate",
-    ]
+    kinds = [stage.kind for stage in report.run.stages]
+    assert kinds == ["source", "transform", "transform", "collate"]
     assert sum(stage.share for stage in report.run.stages) == pytest.approx(1, abs=0.02)
     assert stages["pause"].count == 128
     assert stages["pause"].p50_s >= 0.0039
@@ -162,13 +167,11 @@ def test_the_cost_per_sample_is_that_of_all_of_them(monkeypatch: pytest.MonkeyPa
         assert 0.9 * dataset.read_s < all_s < 1.1 * whole_s
 
 
-class SlowStream(Stream):
+class SlowStream(Parts):
     """Each item is waited for; it divides itself."""
 
     def __iter__(self) -> Iterator[Any]:
-        reader = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if reader is None else (reader.id, reader.num_workers)
-        return map(pause, range(first, self.size, step))
+        return map(pause, super().__iter__())
 
 
 @pytest.mark.parametrize(
@@ -246,10 +249,10 @@ def test_plain_data(report: Report) -> None:
 
 
 def test_each_figure_has_a_unit_and_a_reading() -> None:
-    figures = [(part, each.name) for part in PARTS for each in dataclasses.fields(part)]
+    figures = [(part.__name__, each.name) for part in PARTS for each in dataclasses.fields(part)]
     assert len(figures) > 50
     for part, name in figures:
-        told = legend()[part.__name__][name]
+        told = legend()[part][name]
         assert told["unit"]
         assert told["reading"]
 
@@ -313,24 +316,18 @@ def test_time_between_epochs_is_no_idle_time() -> None:
 def test_a_run_has_the_fewest_and_the_most_workers_of_its_epochs() -> None:
     loader = DataLoader(Sleepy(8, 0.0), 4)
     run(loader, epochs=3)
-    for notes, workers in zip(
-        loader._history.epoch_log.past, [(2, 4), (1, 3), (2, 2)], strict=True
-    ):
+    epochs = zip(loader._history.epoch_log.past, [(2, 4), (1, 3), (2, 2)], strict=True)
+    for notes, workers in epochs:
         notes.use.workers = workers
     workers = loader.report().run.workers
     assert (workers.count, workers.fewest, workers.most) == (1, 1, 4)
 
 
 def test_failures_are_counted() -> None:
-    loader = DataLoader(
-        Failing(40, dict.fromkeys(range(0, 40, 10), ValueError)),
-        4,
-        errors=ErrorPolicy(on_error="skip", retries=2),
-    )
+    dataset = Failing(40, dict.fromkeys(range(0, 40, 10), ValueError))
     with pytest.warns(RuntimeWarning, match="4 samples of this epoch were skipped"):
-        report = run(loader)
-    assert report.run.errors.skipped == 4
-    assert report.run.errors.retries == 8
+        report = run(DataLoader(dataset, 4, errors=ErrorPolicy(on_error="skip", retries=2)))
+    assert (report.run.errors.skipped, report.run.errors.retries) == (4, 8)
 
 
 def test_deferrals_and_lag_are_counted() -> None:
@@ -343,15 +340,9 @@ def test_deferrals_and_lag_are_counted() -> None:
             time.sleep(0.03)
         return sample
 
-    loader = DataLoader(
-        dataset,
-        2,
-        num_workers=2,
-        workers="thread",
-        order="fast_first",
-        stragglers=StragglerPolicy(after_s=0.01),
-        transforms=[sometimes_slow, pause],
-    )
+    policy, transforms = StragglerPolicy(after_s=0.01), [sometimes_slow, pause]
+    workers: Any = {"num_workers": 2, "workers": "thread", "order": "fast_first"}
+    loader = DataLoader(dataset, 2, stragglers=policy, transforms=transforms, **workers)
     stragglers = run(loader).run.stragglers
     assert stragglers.phase == "fixed"
     assert stragglers.deferrals >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -29,33 +30,21 @@ def test_an_active_worker_does_not_sleep(active_workers):
 
 
 def test_a_worker_sleeps_until_it_is_active(active_workers):
-    results: list[bool] = []
-    thread = threading.Thread(
-        target=lambda: results.append(
-            active_workers.wait_until_active(1, lambda: False, lambda: True)
-        )
-    )
-    thread.start()
-    active_workers.set_count(1)
-    assert results == []
-    active_workers.set_count(2)
-    thread.join(60)
-    assert results == [True]
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(active_workers.wait_until_active, 1, lambda: False, lambda: True)
+        active_workers.set_count(1)
+        assert not waits.done()
+        active_workers.set_count(2)
+        assert waits.result(60)
 
 
 def test_an_inactive_worker_exits_when_the_loader_shuts_down(active_workers):
     over = threading.Event()
-    results: list[bool] = []
-    thread = threading.Thread(
-        target=lambda: results.append(
-            active_workers.wait_until_active(1, over.is_set, lambda: True)
-        )
-    )
-    thread.start()
-    over.set()
-    active_workers.wake_inactive()
-    thread.join(60)
-    assert results == [False]
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(active_workers.wait_until_active, 1, over.is_set, lambda: True)
+        over.set()
+        active_workers.wake_inactive()
+        assert not waits.result(60)
 
 
 def test_a_worker_without_a_parent_leaves(active_workers, monkeypatch):

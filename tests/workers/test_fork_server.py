@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from minato import DataLoader, MinatoWarning
 from tests.datasets import wait_until
-from tests.subprocesses import TIMEOUT_S, python
+from tests.subprocesses import python
 
 
 class Processes(Dataset[Any]):
@@ -32,11 +32,13 @@ class Processes(Dataset[Any]):
         return index, os.getpid(), os.getppid()
 
 
-def load(**arguments: Any) -> list[tuple[int, int, int]]:
-    loader = DataLoader(
-        Processes(), batch_size=4, num_workers=2, multiprocessing_context="forkserver", **arguments
-    )
-    return [tuple(sample) for batch in loader for sample in torch.stack(batch, 1).tolist()]
+def loader_of(batch_size: int) -> DataLoader[Any]:
+    workers: Any = {"num_workers": 2, "multiprocessing_context": "forkserver"}
+    return DataLoader(Processes(), batch_size, **workers)
+
+
+def load() -> list[tuple[int, int, int]]:
+    return [tuple(sample) for batch in loader_of(4) for sample in torch.stack(batch, 1).tolist()]
 
 
 def server_pid() -> int:
@@ -99,11 +101,8 @@ def test_the_server_imports_what_the_program_and_the_workers_need(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_refused_and_named(tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        f"{AS_LATER_PYTHONS}from minato import DataLoader\n"
-        "next(iter(DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver')))\n",
-    )
+    starts = "next(iter(DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver')))"
+    script = write(tmp_path, f"{AS_LATER_PYTHONS}from minato import DataLoader\n{starts}\n")
     ended = python(script)
     assert ended.returncode == 1
     assert 'if __name__ == "__main__":' in ended.stderr
@@ -130,8 +129,7 @@ def test_a_killed_server_of_a_program_without_a_file_is_started_again() -> None:
         "os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)\n"
         "print(first, sum(len(batch) for batch in loader))\n"
     )
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    ran = python("-c", program)
     assert ran.stdout == "24 24\n", ran.stderr
 
 
@@ -151,10 +149,7 @@ def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_replaced_from_the_server() -> None:
-    loader = DataLoader(
-        Processes(), batch_size=1, num_workers=2, multiprocessing_context="forkserver"
-    )
-    iterator: Any = iter(loader)
+    iterator: Any = iter(loader_of(1))
     pids = [int(next(iterator)[1]) for _ in range(3)]
     os.kill(pids[-1], signal.SIGKILL)
     # The other one might complete the epoch before anybody knows.

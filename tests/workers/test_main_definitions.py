@@ -5,10 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from minato import DataLoader
 from tests.datasets import Numbers
@@ -76,9 +76,8 @@ def test_python_c(method: str) -> None:
 @pytest.mark.parametrize("guarded", ["use", "all"])
 def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     script = tmp_path / "script.py"
-    above, under = "", DEFINITIONS + ITERATION.format(method=method)
-    if guarded == "use":
-        above, under = DEFINITIONS, ITERATION.format(method=method)
+    definitions, use = DEFINITIONS, ITERATION.format(method=method)
+    above, under = (definitions, use) if guarded == "use" else ("", definitions + use)
     guard = 'if __name__ == "__main__":\n'
     script.write_text(above + guard + textwrap.indent(under, "    "))
     assert output(str(script)) == GOT
@@ -100,27 +99,22 @@ def test_a_jupyter_kernel(method: str, tmp_path: Path, monkeypatch: pytest.Monke
     pytest.importorskip("ipykernel")
     nbformat = pytest.importorskip("nbformat")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    cells = [
-        nbformat.v4.new_code_cell(source)
-        for source in (DEFINITIONS, ITERATION.format(method=method))
-    ]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    sources = DEFINITIONS, ITERATION.format(method=method)
+    notebook = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, sources)])
     limits = {"timeout": LIMIT_S, "startup_timeout": LIMIT_S}
     nbclient.NotebookClient(notebook, **limits, kernel_name="python3").execute()
     written = [each.text for each in notebook.cells[1].outputs if each.name == "stdout"]
     assert "".join(written).strip() == GOT
 
 
-class Kept(Dataset[int]):
+class Kept(Numbers):
     """What only a starting child can be given, beside what it cannot import."""
 
     def __init__(self, method: str) -> None:
+        super().__init__(8)
         self.lock = multiprocessing.get_context(method).Lock()
         self.generator = torch.Generator().manual_seed(3)
         self.double = lambda x: 2 * x
-
-    def __len__(self) -> int:
-        return 8
 
     def __getitem__(self, index: int) -> int:
         with self.lock:
@@ -139,9 +133,8 @@ def test_what_the_definitions_refer_to_is_shared(method: str) -> None:
         met[value] += 1
         return value
 
-    loader = DataLoader(
-        Kept(method), 4, num_workers=2, transforms=[halved, counted], multiprocessing_context=method
-    )
+    options: Any = {"multiprocessing_context": method, "transforms": [halved, counted]}
+    loader = DataLoader(Kept(method), 4, num_workers=2, **options)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert met.tolist() == [2] * 8
 
@@ -154,8 +147,7 @@ def test_tensors_shared_by_a_definition_alone_are_no_copies(method: str) -> None
         met[value] += 1
         return value
 
-    loader = DataLoader(
-        Numbers(8), 4, num_workers=1, transforms=[counted], multiprocessing_context=method
-    )
+    options: Any = {"multiprocessing_context": method, "transforms": [counted]}
+    loader = DataLoader(Numbers(8), 4, num_workers=1, **options)
     assert len(list(loader)) == 2
     assert met.tolist() == [1] * 8

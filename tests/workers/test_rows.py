@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from minato import DataLoader, Observe
 from minato.batching.layout import Layout, has_rows, rows_of
-from tests.datasets import ORDERS, assert_same
+from tests.datasets import ORDERS, assert_same, flat
 from tests.observe.events import check_nesting, read
 from tests.selection import sweep
 
@@ -46,17 +47,12 @@ class Labelled(torch.Tensor):
     """As torchvision's images and boxes are."""
 
 
+SHAPES = [
+    *itertools.product([tensor], TORCH_DTYPES, [(), (3,), (2, 0), (2, 3, 4)]),
+    *itertools.product([array], NUMPY_DTYPES, [(), (2,)]),
+]
 DATASETS: dict[str, Any] = {
-    **{
-        f"{dtype} {shape}": tensor(dtype, *shape)
-        for dtype in TORCH_DTYPES
-        for shape in ((), (3,), (2, 0), (2, 3, 4))
-    },
-    **{
-        f"numpy {dtype} {shape}": array(dtype, *shape)
-        for dtype in NUMPY_DTYPES
-        for shape in ((), (2,))
-    },
+    **{f"{of.__name__} {dtype} {shape}": of(dtype, *shape) for of, dtype, shape in SHAPES},
     "requires a gradient": tensor(torch.float32, 2).requires_grad_(),
     "columns": tensor(torch.float32, COUNT).T,
     "channels last": tensor(torch.float32, 3, 4, 5).permute(0, 2, 3, 1),
@@ -85,10 +81,8 @@ def batches(kind: type, dataset: Any, **arguments: Any) -> Any:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", DATASETS)
 def test_batches_are_those_of_torch(name: str, shuffle: bool) -> None:
-    ours, theirs = (
-        batches(kind, DATASETS[name], shuffle=shuffle) for kind in (DataLoader, TorchDataLoader)
-    )
-    assert_same(ours, theirs)
+    kinds = DataLoader, TorchDataLoader
+    assert_same(*(batches(kind, DATASETS[name], shuffle=shuffle) for kind in kinds))
 
 
 @pytest.fixture
@@ -155,14 +149,10 @@ def test_other_indices(dataset: Any, indices: list[Any], num_workers: int) -> No
 @pytest.mark.parametrize("workers", ["process", "thread"])
 def test_workers(order: str, workers: str) -> None:
     loader = DataLoader(pair(), 12, shuffle=True, num_workers=2, order=order, workers=workers)
-    found = [
-        (row.tolist(), label)
-        for rows, labels in loader
-        for row, label in zip(rows, labels, strict=True)
-    ]
     values, labels = pair().tensors
     expected = zip(values.tolist(), labels.tolist(), strict=True)
-    assert sorted((row, int(label)) for row, label in found) == sorted(expected)
+    found = [zip(rows.tolist(), labels.tolist(), strict=True) for rows, labels in loader]
+    assert sorted(flat(found)) == sorted(expected)
     assert loader.report().run.throughput.samples == COUNT
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import signal
-import threading
 import time
 import warnings
 
@@ -130,16 +129,6 @@ def test_only_wanted_workers_are_initialised_and_work(tmp_path, forced):
     loader = DataLoader(Marks(60), 5, num_workers=scale, worker_init_fn=note)
     assert set(flat(indices(loader))) <= {0, 1}
     assert {path.name for path in tmp_path.iterdir()} <= {"0", "1"}
-
-
-@both_methods
-def test_a_loop_that_is_left_leaves_nobody(method, forced):
-    forced(3, 1)
-    loader = DataLoader(endless(0.001), 4, num_workers=AutoScale(start=1, max=3), workers=method)
-    for number, _ in enumerate(loader):
-        if number == 50:
-            break
-    assert threading.active_count() <= 2 or method == "thread"
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -38,14 +38,8 @@ def stepper_of(
 ) -> tuple[StageRunner, Meters, Lease]:
     lease, meters, chain = Lease(), Meters(len(steps)), Transforms(steps)
     lease.begin(39, now_ns())
-    made = StageRunner(
-        list(range(10)),
-        chain,
-        lease=lease,
-        meters=meters,
-        deferral=deferral,  # type: ignore[arg-type]
-    )
-    return made, meters, lease
+    parts: Any = {"lease": lease, "meters": meters, "deferral": deferral}
+    return StageRunner(list(range(10)), chain, **parts), meters, lease
 
 
 def plus(number: int) -> Callable[[Any], Any]:
@@ -159,15 +153,20 @@ class Pause:
         return sample
 
 
-def test_what_samples_cost_is_measured_in_all_workers() -> None:
-    chain = [Pause(0.004), str]
-    iterator: Any = iter(DataLoader(Numbers(LENGTH), 4, transforms=chain, num_workers=2))
+def costs_of(size: int, batch_size: int, **options: Any) -> dict[str, Any]:
+    """What all workers of an epoch measured."""
+    iterator: Any = iter(DataLoader(Numbers(size), batch_size, **options))
     engine = iterator._source
-    assert len(list(iterator)) == LENGTH // 4
-    costs = engine._metrics.metrics().histograms
-    assert costs["total"].count == LENGTH
-    assert costs["0 Pause"].count == costs["1 str"].count == LENGTH
-    assert costs["dataset"].count == costs["cpu"].count == LENGTH
+    assert len(list(iterator)) == size // batch_size
+    costs: dict[str, Any] = engine._metrics.metrics().histograms
+    assert costs["total"].count == size
+    return costs
+
+
+def test_what_samples_cost_is_measured_in_all_workers() -> None:
+    costs = costs_of(LENGTH, 4, transforms=[Pause(0.004), str], num_workers=2)
+    for name in ("0 Pause", "1 str", "dataset", "cpu"):
+        assert costs[name].count == LENGTH
     assert costs["bytes"].total == LENGTH * 8
     assert 4_000_000 <= costs["0 Pause"].percentile(0.5) <= costs["total"].max
     assert costs["1 str"].percentile(0.5) < costs["0 Pause"].percentile(0.5)
@@ -179,18 +178,10 @@ def test_of_rather_expensive_samples_every_eighth_is_measured(
     monkeypatch.setattr(runner, "_WORTH_MEASURING_NS", 1 << 60)
     monkeypatch.setattr(runner, "_EXPENSIVE", 1 << 60)  # however long they take on this machine
     workers = {"num_workers": 1, "multiprocessing_context": "fork"}  # with the patched module
-    iterator: Any = iter(DataLoader(Numbers(400), 4, transforms=[Pause(0.001)], **workers))
-    engine = iterator._source
-    assert len(list(iterator)) == 100
-    costs = engine._metrics.metrics().histograms
-    assert costs["total"].count == 400
+    costs = costs_of(400, 4, transforms=[Pause(0.001)], **workers)
     assert costs["0 Pause"].count == 400 // 8
 
 
 def test_of_cheap_samples_few_are_measured() -> None:
-    iterator: Any = iter(DataLoader(Numbers(20_000), 50, transforms=[str, int], num_workers=1))
-    engine = iterator._source
-    assert len(list(iterator)) == 400
-    costs = engine._metrics.metrics().histograms
-    assert costs["total"].count == 20_000
+    costs = costs_of(20_000, 50, transforms=[str, int], num_workers=1)
     assert 0 < costs["0 str"].count < 2_000
