@@ -73,7 +73,7 @@ def test_the_offline_part_resamples_pads_clips_and_normalises():
     assert set(np.unique(resampled.label)) == {0, 1}
     done = segmentation.prepared(volume(6, 20, 40), (8, 8, 32))
     assert done.image.shape == done.label.shape == (8, 20, 32)
-    assert (abs(done.image.mean()) < 1e-3, abs(done.image.std() - 1) < 1e-3) == (True, True)
+    assert (done.image.mean(), done.image.std()) == pytest.approx((0, 1), abs=1e-3)
     fixed = segmentation.ClipNormalise()(volume(2, 20, 20)).image
     assert fixed.max() == pytest.approx((304 - 101) / 76.9)
 
@@ -131,25 +131,24 @@ def test_a_tone_is_in_the_band_of_its_frequency():
     assert np.argmax(bands @ power.mean(1)) == np.argmax(bands[:, 64])
 
 
+DETECTION, PADDED = detection.detection_chain(10, 30), detection.padded_pictures
+
+
 @pytest.mark.parametrize(
-    ("samples", "chain", "collate", "shape"),
+    ("make", "chain", "collate", "shape"),
     [
-        ([scan(i) for i in range(6)], segmentation.segmentation_chain(PATCH), None, PATCH),
-        (
-            [picture(30 + i, 20) for i in range(6)],
-            detection.detection_chain(10, 30),
-            detection.padded_pictures,
-            (),
-        ),
-        ([clip(0.5, i) for i in range(6)], speech.speech_chain(scale=0.0), None, (167, 240)),
+        (scan, segmentation.segmentation_chain(PATCH), None, PATCH),
+        (lambda i: picture(30 + i, 20), DETECTION, PADDED, ()),
+        (lambda i: clip(0.5, i), speech.speech_chain(scale=0.0), None, (167, 240)),
     ],
     ids=["segmentation", "detection", "speech"],
 )
-def test_a_seed_makes_the_same_samples_with_any_number_of_workers(samples, chain, collate, shape):
+def test_a_seed_makes_the_same_samples_with_any_number_of_workers(make, chain, collate, shape):
+    samples = [make(index) for index in range(6)]
+    options: Any = {"seed": 5, "transforms": chain, "collate_fn": collate}
+
     def epoch(workers: int) -> list[Any]:
-        loader = minato.DataLoader(
-            Held(samples), 2, num_workers=workers, seed=5, transforms=chain, collate_fn=collate
-        )
+        loader = minato.DataLoader(Held(samples), 2, num_workers=workers, **options)
         return [batch[1].clone() for batch in loader]  # memory that is handed out is used again
 
     alone, others = epoch(0), epoch(2)
@@ -165,20 +164,16 @@ def test_volumes_of_packages_are_read_prepared_and_served(tmp_path):
     nibabel.save(nibabel.Nifti1Image(array, np.diag((2, 2, 2, 1))), tmp_path / "brain.nii.gz")
     nibabel.save(nibabel.Nifti1Image(array[:9], np.eye(4)), tmp_path / "thumb.nii.gz")
     matrix = (100 * array).astype(np.int16)
-    about = {
-        "matrix": {"filename": "matrix.dat", "shape": list(matrix.shape), "dtype": "int16"},
-        "spacing": [0.5, 0.5, 1.0],
-    }
+    held = {"filename": "matrix.dat", "shape": list(matrix.shape), "dtype": "int16"}
+    about = {"matrix": held, "spacing": [0.5, 0.5, 1.0]}
     (tmp_path / "matrix.dat").write_bytes(matrix.tobytes())
     (tmp_path / "main.plist").write_bytes(plistlib.dumps(about))
     with tarfile.open(tmp_path / "skull.inv3", "w:gz") as archive:
         for name in ("main.plist", "matrix.dat"):
             archive.add(tmp_path / name, f"skull/{name}")
     found = dict(volumes(tmp_path))
-    assert {name: each.spacing for name, each in found.items()} == {
-        "brain": (2, 2, 2),
-        "skull": (1, 0.5, 0.5),
-    }
+    spacings = {name: each.spacing for name, each in found.items()}
+    assert spacings == {"brain": (2, 2, 2), "skull": (1, 0.5, 0.5)}
     assert np.array_equal(found["skull"].image, matrix)
     assert found["brain"].label.mean() == pytest.approx(0.1, abs=0.01)
     assert segmentation.store(found.items(), tmp_path / "scans", PATCH) == 2

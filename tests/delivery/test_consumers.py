@@ -81,27 +81,16 @@ def test_whoever_has_waited_longest_is_next() -> None:
     assert int(next(other)) == 7
 
 
-class Given:
-    """Batches that come when the test says so."""
-
-    def __init__(self) -> None:
-        self.numbers = itertools.count()
-        self.there = threading.Semaphore(0)
-
-    def __iter__(self) -> Given:
-        return self
-
-    def __next__(self) -> int:
-        self.there.acquire()
-        number = next(self.numbers)
-        if number == 6:
-            raise StopIteration
-        return number
-
-
 def test_none_gets_two_while_another_waits() -> None:
-    given = Given()
-    group = module.Group(lambda: given)
+    there = threading.Semaphore(0)
+
+    def given() -> Iterator[int]:
+        for number in range(6):
+            there.acquire()
+            yield number
+        there.acquire()
+
+    group = module.Group(given)
     log: list[int] = []
 
     def train(number: int) -> None:
@@ -113,9 +102,9 @@ def test_none_gets_two_while_another_waits() -> None:
             threads.submit(train, number)
             wait_until(lambda so_many=number + 1: len(group._waiting) == so_many)
         for so_many in range(1, 7):
-            given.there.release()
+            there.release()
             wait_until(lambda so_many=so_many: len(log) == so_many and len(group._waiting) == 3)
-        given.there.release()
+        there.release()
     assert log == [0, 1, 2, 0, 1, 2]
 
 
@@ -129,51 +118,41 @@ def test_a_thread_that_ended_while_it_fetched_is_not_waited_for(
     gone = threading.Thread(target=fetching.wait, args=(PATIENCE_S,))
     gone.start()
     consumer._group._fetcher = gone
-    found: list[list[int]] = []
-    waiting = threading.Thread(target=lambda: found.append(flat(part)))
-    waiting.start()
-    waiting.join(0.2)
-    assert found == []  # as long as it is there
-    fetching.set()
-    waiting.join(PATIENCE_S)
-    assert found == [[*range(8)]]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(flat, part)
+        time.sleep(0.2)
+        assert not waiting.done()  # as long as it is there
+        fetching.set()
+        assert waiting.result(PATIENCE_S) == [*range(8)]
     gone.join()
 
 
 @each
 def test_what_one_leaves_is_for_the_others(workers: Any) -> None:
-    loader = DataLoader(Numbers(60), 2, **workers)
-    one, other = loader.consumers(2)
-    got = []
-    for batch in one:
-        got.append(batch)
-        if len(got) == 3:
-            break
-    got += other
-    assert sorted(flat(got)) == list(range(60))
+    one, other = DataLoader(Numbers(60), 2, **workers).consumers(2)
+    part = iter(one)
+    got = [next(part) for _ in range(3)]
+    del part
+    assert sorted(flat([*got, *other])) == list(range(60))
 
 
 def test_the_next_epoch_waits_for_those_that_are_in_the_last() -> None:
-    loader = DataLoader(Numbers(40), 2, num_workers=1)
-    one, other = loader.consumers(2)
+    one, other = DataLoader(Numbers(40), 2, num_workers=1).consumers(2)
     part = iter(other)
     first = [next(part)]
     begun = threading.Event()
 
-    def train() -> list[list[int]]:
-        for batch in one:
-            first.append(batch)
-            break
+    def train() -> list[int]:
+        first.append(next(iter(one)))
         begun.set()
-        return [flat(one)]
+        return flat(one)
 
     with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(train)
-        begun.wait()
+        second = threads.submit(train)
+        assert begun.wait(PATIENCE_S)
         first += part
-        (second,) = done.result()
+        assert second.result(PATIENCE_S) == list(range(40))
     assert sorted(flat(first)) == list(range(40))
-    assert second == list(range(40))
 
 
 def test_a_thread_that_would_wait_for_itself_is_told() -> None:
@@ -215,20 +194,19 @@ def test_a_thread_that_ends_in_mid_epoch_holds_up_nobody() -> None:
 def test_an_error_is_that_of_one_consumer(workers: Any) -> None:
     loader = DataLoader(Failing(60, GRUMBLES), 2, **workers)
 
-    def train(consumer: Any) -> Any:
-        got = []
+    got: list[Any] = []
+
+    def train(consumer: Any) -> str:
         try:
             for batch in consumer:
                 got.append(batch)
         except LookupError as error:
-            return got, str(error)
-        return got, None
+            return str(error)
+        return ""
 
-    parts = by_each_of(loader, train)
-    (error,) = (error for _, error in parts if error is not None)
+    (error,) = filter(None, by_each_of(loader, train))
     assert "sample 10" in error
-    left = {*range(60)} - {10, 11}
-    assert sorted(flat(itertools.chain(*(got for got, _ in parts)))) == sorted(left)
+    assert sorted(flat(got)) == sorted({*range(60)} - {10, 11})
 
 
 def test_after_an_error_a_consumer_may_go_on() -> None:

@@ -348,12 +348,11 @@ def test_nested_batches(workers: Any, recorder: Recorder) -> None:
     assert len(recorder.copies) == 6
 
 
-def packed(samples: list[int]) -> PackedSequence:
-    return pack_sequence([torch.arange(each + 1.0) for each in samples], enforce_sorted=False)
-
-
 @each_method
 def test_what_torch_itself_can_only_collate_goes_by_its_own_to(workers: Any) -> None:
+    def packed(samples: list[int]) -> PackedSequence:
+        return pack_sequence([torch.arange(each + 1.0) for each in samples], enforce_sorted=False)
+
     batches = [*make(Numbers(6), collate_fn=packed, **workers)]
     assert [type(batch) for batch in batches] == [PackedSequence] * 2
     assert all(batch.data.is_meta for batch in batches)
@@ -410,7 +409,7 @@ class Counting(Parts):
 def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
     num_workers: int, recorder: Recorder
 ) -> None:
-    loader = make(Counting(40), num_workers=num_workers)
+    loader, rest = (make(Counting(40), num_workers=num_workers) for _ in range(2))
     iterator = iter(loader)
     batches = [next(iterator)]
     if num_workers:
@@ -418,7 +417,6 @@ def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
     batches.append(next(iterator))
     if num_workers:
         assert len(recorder.copies) > 2  # some are on the device already
-    rest = make(Counting(40), num_workers=num_workers)
     rest.load_state_dict(loader.state_dict())
     batches += rest
     assert sorted(numbers_of(batches, recorder)) == list(range(40))
@@ -426,13 +424,12 @@ def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
 
 def test_a_stream_whose_batches_leave_their_slots_before_their_turn(recorder: Recorder) -> None:
     """There is nothing in them for the device, so that others soon write where they, and the state, lay."""
-    loader = make(Counting(40), num_workers=2, collate_fn=list)
+    loader, rest = (make(Counting(40), num_workers=2, collate_fn=list) for _ in range(2))
     iterator, batches = iter(loader), []
     for _ in range(6):
         wait_until(lambda: all_ready(iterator))
         batches.append(next(iterator))
         recorder.run()
-    rest = make(Counting(40), num_workers=2, collate_fn=list)
     rest.load_state_dict(loader.state_dict())
     batches += rest
     assert sorted(flat(batches)) == list(range(40))
@@ -463,10 +460,8 @@ def test_leaves_and_containers() -> None:
     tensor, text = torch.ones(2), "text"
     ever = Ever(a=tensor)
     ever.note = "kept"  # type: ignore[attr-defined]
-    moved = move_leaves(
-        [Rows(tensor, text), (tensor, 1), deque([tensor]), ever, range(2), Deaf(), None], move
-    )
-    rows, pair, queue, mapping, numbers, deaf, nothing = moved
+    leaves = [Rows(tensor, text), (tensor, 1), deque([tensor]), ever, range(2), Deaf(), None]
+    rows, pair, queue, mapping, numbers, deaf, nothing = move_leaves(leaves, move)
     assert type(rows) is Rows
     assert rows.to.is_meta
     assert rows.pin_memory is text

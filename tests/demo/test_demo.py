@@ -21,15 +21,7 @@ if _absent:
 from rich.console import Console  # noqa: E402  (after the skip)
 
 from demo import chain  # noqa: E402
-from demo.data import (  # noqa: E402
-    HELD_OUT_BOX,
-    WINDOW,
-    Draws,
-    Sample,
-    Volume,
-    Windows,
-    load_volume,
-)
+from demo.data import HELD_OUT_BOX, WINDOW, Draws, Sample, Volume, Windows, load_volume  # noqa: E402
 from demo.model import Trainer, UNet  # noqa: E402
 from demo.report import Conditions, bars, table, verdict  # noqa: E402
 from demo.train import LOADERS, Accelerator, Run, make_loader, train  # noqa: E402
@@ -247,22 +239,21 @@ def test_tables_fit_a_terminal_of_80_columns():
     assert text.count("torch, in_order=False") == text.count("\nideal ") == 2
 
 
-def test_verdict_says_when_loading_is_no_bottleneck():
-    idle = " ".join(verdict([_run("torch", 0.2), _run("minato", 0.1)], TINY))
+def test_verdict_says_when_loading_is_no_bottleneck_and_when_other_programs_ran():
+    def told(torch: Run, minato: Run) -> str:
+        return " ".join(verdict([torch, minato], TINY))
+
+    idle = told(_run("torch", 0.2), _run("minato", 0.1))
     assert "not the bottleneck" in idle
     assert "do not differ beyond noise" in idle
-    busy = " ".join(verdict([_run("torch", 3.0), _run("minato", 0.1, epoch_s=4.0)], TINY))
+    busy = told(_run("torch", 3.0), _run("minato", 0.1, epoch_s=4.0))
     assert "not the bottleneck" not in busy
     assert "1.25 times as long as with minato" in busy
-    slower = " ".join(verdict([_run("torch", 3.0), _run("minato", 4.0, epoch_s=6.25)], TINY))
+    slower = told(_run("torch", 3.0), _run("minato", 4.0, epoch_s=6.25))
     assert "0.80 times as long as with minato" in slower
-
-
-def test_verdict_compares_nothing_when_other_programs_ran():
-    runs = [_run("torch", 3.0, others=0.4), _run("minato", 0.1, epoch_s=4.0)]
-    text = " ".join(verdict(runs, TINY))
-    assert "cannot be compared" in text
-    assert "times as long" not in text
+    disturbed = told(_run("torch", 3.0, others=0.4), _run("minato", 0.1, epoch_s=4.0))
+    assert "cannot be compared" in disturbed
+    assert "times as long" not in disturbed
 
 
 def test_missing_package_is_one_clear_line(monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,16 +33,9 @@ def read(path: Path) -> list[Event]:
 
 def check(event: Event) -> None:
     """An event has what its kind needs (the Trace Event Format), and nothing else."""
-    common = {"ph", "pid", "tid", "name"}
-    own = {
-        "M": {"args"},
-        "X": {"ts", "dur", "args"},
-        "b": {"ts", "cat", "id", "args"},
-        "e": {"ts", "cat", "id", "args"},
-        "i": {"ts", "s"},
-        "C": {"ts", "args"},
-    }
-    assert event.keys() == common | own[event["ph"]]
+    own = {"M": "args", "X": "ts dur args", "i": "ts s", "C": "ts args"}
+    own |= dict.fromkeys("be", "ts cat id args")
+    assert event.keys() == {"ph", "pid", "tid", "name", *own[event["ph"]].split()}
     assert type(event["pid"]) is type(event["tid"]) is int
     assert isinstance(event["name"], str)
     assert event.get("ts", 1) > 0
@@ -68,15 +62,21 @@ def tracks(events: list[Event]) -> dict[str, list[Slice]]:
     return found
 
 
+def nested(track: list[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
+    """Each slice of a track, with the one that it lies in."""
+    around: list[Slice] = []
+    for each in track:
+        while around and around[-1].ended <= each.begun:
+            around.pop()
+        yield each, around[-1] if around else None
+        around.append(each)
+
+
 def check_nesting(events: list[Event]) -> None:
     """Of two slices of a track that overlap, one contains the other, and the file names the outer one first."""
     for track in tracks(events).values():
-        around: list[Slice] = []
-        for each in track:
-            while around and around[-1].ended <= each.begun:
-                around.pop()
-            assert not around or each.ended <= around[-1].ended, (around[-1], each)
-            around.append(each)
+        for each, outer in nested(track):
+            assert outer is None or each.ended <= outer.ended, (outer, each)
 
 
 def samples(events: list[Event], name: str = "sample") -> Counter[tuple[int, Any]]:
@@ -90,15 +90,7 @@ def samples(events: list[Event], name: str = "sample") -> Counter[tuple[int, Any
 
 def parents(track: list[Slice], name: str) -> list[str | None]:
     """In what each slice of this name lies."""
-    found: list[str | None] = []
-    around: list[Slice] = []
-    for each in track:
-        while around and around[-1].ended <= each.begun:
-            around.pop()
-        if each.name == name:
-            found.append(around[-1].name if around else None)
-        around.append(each)
-    return found
+    return [outer and outer.name for each, outer in nested(track) if each.name == name]
 
 
 def names(events: list[Event], kind: str = "X") -> Counter[str]:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from minato.observe import live
 from tests.datasets import Numbers, Stream
 from tests.observe.terminals import Terminal, terminal
 from tests.subprocesses import children, environment
+from tests.threads import run_together
 
 LONGEST_S = 60.0
 Take = Callable[[], Terminal]
@@ -154,7 +156,7 @@ def test_an_epoch_that_is_left_is_shown_no_more(how: str, use: Take) -> None:
     term = use()
     loader = loader_of(num_workers=1)
     view = loader.live()
-    try:
+    with suppress(KeyboardInterrupt):
         for _ in loader:
             until_panels(term, 1)
             if how == "close":
@@ -164,8 +166,6 @@ def test_an_epoch_that_is_left_is_shown_no_more(how: str, use: Take) -> None:
             if how == "break":
                 break
             raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
     assert_gone(term)
     assert "Numbers, epoch 0 (not finished): 1 batches, 2 samples" in term.all()[0]
 
@@ -229,10 +229,7 @@ def test_the_end_of_a_view_waits_for_no_lock(use: Take, monkeypatch: pytest.Monk
             time.sleep(3 * live._DRAW_EVERY_S)
             view.close()
 
-    collecting = threading.Thread(target=close_with_lock, daemon=True)
-    collecting.start()
-    collecting.join(LONGEST_S)
-    assert not collecting.is_alive()
+    run_together(close_with_lock, limit_s=LONGEST_S)
     drawing.join(LONGEST_S)
     assert_gone(term)  # the drawing thread took the panel away when it could
 

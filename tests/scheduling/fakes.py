@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from torch.utils.data import default_collate
@@ -10,7 +11,6 @@ from torch.utils.data import default_collate
 from minato._core import (
     READY_EVENTS_OFFSET,
     WORK_EVENTS_OFFSET,
-    Claim,
     ConsumerLedger,
     EventCount,
 )
@@ -119,10 +119,6 @@ class Lease(NamedTuple):
     count: int
 
 
-def _lease(worker: int, claim: Claim) -> Lease:
-    return Lease(worker, claim.batch, claim.k, claim.count)
-
-
 class Bench:
     """A dispatcher, and workers that are steps of the test.
 
@@ -200,18 +196,17 @@ class Bench:
     def rest(self) -> list[list[Any]]:
         """Indices of all further batches."""
         found = []
-        while True:
-            try:
+        with suppress(StopIteration):
+            while True:
                 found.append(self.next())
-            except StopIteration:
-                return found
+        return found
 
     # ---- the workers
 
     def claim(self, worker: int = 0, count: int = 1) -> Lease:
         claim = self.workers[worker].claim(count)
         assert claim is not None, "nothing to claim"
-        return _lease(worker, claim)
+        return Lease(worker, claim.batch, claim.k, claim.count)
 
     def finish(self, lease: Lease, late: bool = False) -> list[int]:
         """Put results in their places, as a worker with a ``collate_fn``; returns in which batch each is."""
@@ -256,7 +251,7 @@ class Bench:
         """Claim and finish all there is."""
         while (claim := self.workers[0].claim(1)) is not None:
             if claim.count:
-                self.finish(_lease(0, claim))
+                self.finish(Lease(0, claim.batch, claim.k, claim.count))
             else:
                 self.workers[0].set_ready(claim.batch, 64 | SAMPLE_BLOB, 0)
 

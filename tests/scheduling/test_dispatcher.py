@@ -409,7 +409,7 @@ RIGHT = [[9, 8], [7, 6]]
     [([[9, 8], [6, 7]], 1, 0), ([[9, 8]], 1, 0), ([], 1, 0), (RIGHT, 2, 0), (RIGHT, 1, 5)],
 )
 def test_wrong_predictions_are_dropped(batches: list[list[int]], epoch: int, seed: int) -> None:
-    bench = Bench(fixed=4).begun(PAIRS[:2], following=predicted([9, 8], [7, 6]))
+    bench = Bench(fixed=4).begun(PAIRS[:2], following=predicted(*RIGHT))
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
     assert not bench.begin(batches, epoch, seed)
@@ -421,25 +421,19 @@ def test_wrong_predictions_are_dropped(batches: list[list[int]], epoch: int, see
     assert bench.slots.taken == set()
 
 
-def test_an_unknown_epoch_is_not_prefetched() -> None:
+def test_an_unknown_epoch_is_not_prefetched_and_an_early_end_drops_what_was() -> None:
     bench = Bench(fixed=4).begun(PAIRS[:2], following=None)
     assert bench.dispatcher.num_open == 2
     bench.work_all()
     assert bench.rest() == PAIRS[:2]
-    assert bench.begin(PAIRS)
-
-
-def test_an_early_end_drops_prefetched_batches() -> None:
-    bench = Bench(fixed=4).begun(PAIRS[:2], following=predicted([9, 8], [7, 6]))
+    assert bench.begin(PAIRS[:2], following=predicted(*RIGHT))
     bench.dispatcher.cancel_all()
     assert len(bench.discarded) == 4
     assert bench.slots.taken == set()
 
 
 def test_samples_of_the_next_epoch_do_not_enter_this_one() -> None:
-    bench = Bench("arrival", max_lag=10, fixed=4).begun(
-        PAIRS[:2], following=predicted([9, 8], [7, 6])
-    )
+    bench = Bench("arrival", max_lag=10, fixed=4).begun(PAIRS[:2], following=predicted(*RIGHT))
     slow = [bench.claim(), bench.claim(1)]
     ahead = {item.record for item in bench.dispatcher._prefetched}
     bench.work(2)
@@ -448,7 +442,7 @@ def test_samples_of_the_next_epoch_do_not_enter_this_one() -> None:
     places = {batch for lease in slow for batch in bench.finish(lease)}
     assert not places & ahead
     bench.take()
-    assert bench.begin([[9, 8], [7, 6]], epoch=1)
+    assert bench.begin(RIGHT, epoch=1)
     bench.always_work()
     assert len(bench.rest()) == 2
 

@@ -75,18 +75,15 @@ class Awaits(Waits):
 class Begins(Waits):
     """Batches that a library reads, the later ones faster."""
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self.sample(index, 0) for index in indices]
-
-    def sample(self, index: int, running: int) -> Any:
-        return {"value": index, "running": running}
+    def __getitems__(self, indices: Sequence[int], running: int = 0) -> list[Any]:
+        return [{"value": index, "running": running} for index in indices]
 
     def __beginitems__(self, indices: Sequence[int], done: Done) -> bool:
         running = self.change(1)
 
         def arrive() -> None:
             self.change(-1)
-            done(lambda: [self.sample(index, running) for index in indices])
+            done(lambda: self.__getitems__(indices, running))
 
         threading.Timer(0.02 if indices[0] % 8 else 0.04, arrive).start()
         return True
@@ -156,14 +153,14 @@ class Draws(Numbers):
     def __getitem__(self, index: int) -> Any:
         first = minato.numpy_rng().random()
         time.sleep(0.004 * np.random.default_rng().random())
-        return [first, minato.python_rng().random()]
+        return [index, first, minato.python_rng().random()]
 
 
 class DrawsAwaiting(Draws):
     async def __aget__(self, index: int) -> Any:
         first = minato.numpy_rng().random()
         await asyncio.sleep(0.004 * np.random.default_rng().random())
-        return [first, minato.python_rng().random()]
+        return [index, first, minato.python_rng().random()]
 
 
 def augmented(sample: Any) -> Any:
@@ -174,10 +171,6 @@ def augmented(sample: Any) -> Any:
         float(torch.rand(())),
         minato.numpy_rng().random(),
     ]
-
-
-def shifted(sample: dict[str, Any]) -> dict[str, Any]:
-    return {**sample, "value": sample["value"] + 0, "thread": threading.get_ident()}
 
 
 def values(loader: Any) -> list[list[int]]:
@@ -240,9 +233,9 @@ def test_reads_never_exceed_the_limit_though_whole_batches_are_claimed(
 
 
 def test_transforms_run_in_the_worker_thread() -> None:
-    loader = of(Waits(20), 5, fetch_concurrency=4, transforms=[shifted])
-    threads = {ident for batch in loader for ident in batch["thread"].tolist()}
-    assert threads == {threading.get_ident()}
+    transforms = [lambda sample: threading.get_ident()]
+    loader = of(Waits(20), 5, fetch_concurrency=4, transforms=transforms)
+    assert {*flat(indices(loader))} == {threading.get_ident()}
 
 
 @sweep(dataset=[Fails, FailsAwaiting, FailsBegun], workers=WORKERS, collate=[None, list])
@@ -295,14 +288,13 @@ def test_samples_that_raise_are_tried_again_or_left_out(
 class Interrupts(Numbers):
     """The first read of a sample interrupts a thread."""
 
-    def __init__(self, size: int, index: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.index = index
         self.thread = threading.get_ident()
         self.was_asked, self.is_handled = False, threading.Event()
 
     def __getitem__(self, index: int) -> int:
-        if index == self.index and not self.was_asked:
+        if index == 1 and not self.was_asked:
             self.was_asked = True
             signal.pthread_kill(self.thread, signal.SIGVTALRM)
             assert self.is_handled.wait(60)
@@ -310,7 +302,7 @@ class Interrupts(Numbers):
 
 
 def test_an_interrupted_loop_in_line_goes_on() -> None:
-    dataset = Interrupts(8, 1)
+    dataset = Interrupts(8)
 
     def interrupt(*_: Any) -> None:
         dataset.is_handled.set()
@@ -332,24 +324,8 @@ def test_an_interrupted_loop_in_line_goes_on() -> None:
 
 def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
     """What each sample holds."""
-    loader = of(Keyed(dataset), seed=7, order="strict", collate_fn=list, **arguments)
+    loader = of(dataset, seed=7, order="strict", collate_fn=list, **arguments)
     return {index: sample for index, *sample in flat(loader)}
-
-
-class Keyed(Numbers):
-    """Samples of another dataset with their index before them."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(len(inner))
-        self.inner = inner
-        if hasattr(inner, "__aget__"):
-            self.__aget__ = self._aget
-
-    def __getitem__(self, index: int) -> Any:
-        return [index, *self.inner[index]]
-
-    async def _aget(self, index: int) -> Any:
-        return [index, *await self.inner.__aget__(index)]
 
 
 def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
@@ -476,10 +452,8 @@ def limit_after(
 
 def test_the_limit_grows_until_the_worker_or_the_store_is_busy() -> None:
     ms = 1_000_000
-    assert limit_after(ms, 40 * ms) == 1
-    assert limit_after(10 * ms, 40 * ms) == 1
-    assert limit_after(20 * ms, 40 * ms) == 2
-    assert limit_after(150 * ms, 70 * ms) == 4
+    for latency, pace, limit in ((1, 40, 1), (10, 40, 1), (20, 40, 2), (150, 70, 4)):
+        assert limit_after(latency * ms, pace * ms) == limit
     assert limit_after(150 * ms, ms) == 128 // 32
     assert limit_after(150 * ms, ms, samples=4) == 128 // 4
     assert limit_after(150 * ms, ms, samples=1000) == 2

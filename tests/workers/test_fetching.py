@@ -184,13 +184,12 @@ def test_a_straggler_is_asked_for_again(
 class Hangs(Numbers):
     """The first read of one sample waits until the test ends."""
 
-    def __init__(self, size: int, hanging: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.hanging = hanging
         self.asked, self.over = multiprocessing.Value("b", 0), multiprocessing.Value("b", 0)
 
     def __getitem__(self, index: int) -> int:
-        if index == self.hanging:
+        if index == 150:
             with self.asked.get_lock():
                 first, self.asked.value = not self.asked.value, 1
             # Not an Event, whose set() would wait for a process that ended.
@@ -207,7 +206,7 @@ def test_a_read_whose_second_request_was_answered_delays_no_end(
 ) -> None:
     # For a read that is still needed.
     monkeypatch.setattr("minato.workers.reads._GRACE_S", 100.0)
-    dataset = Hangs(200, 150)
+    dataset = Hangs(200)
     fetching = FetchOptions(4, hedge_percentile=95)
     loader = minato.DataLoader(dataset, 10, fetch_concurrency=fetching, **workers)
     found = []
