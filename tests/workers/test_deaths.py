@@ -212,25 +212,31 @@ def borne(code: int, words: str, deaths: list[tuple[int, int]]) -> RestartPolicy
         (-signal.SIGSEGV, "Segmentation fault", [(0, progress) for progress in range(10)]),
     ],
 )
-def test_deaths_that_do_not_add_up(code: int, words: str, deaths: Any) -> None:
+def test_workers_that_die_at_once_do_not_add_up(code: int, words: str, deaths: Any) -> None:
     assert borne(code, words, deaths).total == len(deaths)
 
 
-@pytest.mark.parametrize(
-    ("code", "times", "words", "cause"),
-    [
-        (-signal.SIGSEGV, 2, "signal: Segmentation fault .* between samples", "3 workers died"),
-        # Kills from outside are borne longer, but not for ever.
-        (-signal.SIGKILL, 9, "by signal: Killed .* between samples", "10 workers died there"),
-        # A start that fails by an exception is not tried again.
-        (1, 0, "", "exited with code 1 before its first sample"),
-    ],
-)
-def test_deaths_before_any_sample_add_up(code: int, times: int, words: str, cause: str) -> None:
-    policy = borne(code, words, [(0, 0)] * times)
+def last_word(policy: RestartPolicy, code: int) -> str:
+    """What a policy says of a death before any sample that it does not bear."""
     with pytest.raises(RuntimeError, match=r"pid\(s\) 7") as caught:
         policy.report(0, 7, code, None, 0)
-    assert cause in str(caught.value.__cause__)
+    return str(caught.value.__cause__)
+
+
+def test_deaths_before_any_sample_add_up() -> None:
+    words = "signal: Segmentation fault .* between samples"
+    policy = borne(-signal.SIGSEGV, words, [(0, 0)] * 2)
+    assert "3 workers died" in last_word(policy, -signal.SIGSEGV)
+
+
+def test_kills_from_outside_before_any_sample_are_borne_longer_but_not_for_ever() -> None:
+    policy = borne(-signal.SIGKILL, "by signal: Killed .* between samples", [(0, 0)] * 9)
+    assert "10 workers died there" in last_word(policy, -signal.SIGKILL)
+
+
+def test_a_start_that_fails_by_an_exception_is_not_tried_again() -> None:
+    told = last_word(RestartPolicy(restarts=True), 1)
+    assert "exited with code 1 before its first sample" in told
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
