@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import threading
@@ -26,7 +27,7 @@ def test_slots_do_not_overlap() -> None:
     arena = Arena(Segment(1 << 34))
     slots = sorted(arena.acquire() for _ in range(200))
     assert slots[0].start > 0  # offset 0 stands for "nothing"
-    assert all(one.end <= other.start for one, other in zip(slots, slots[1:], strict=False))
+    assert all(one.end <= other.start for one, other in itertools.pairwise(slots))
     assert slots[-1].end <= arena.segment.nbytes
     assert all(slot.start % mmap.PAGESIZE == 0 for slot in slots)
     assert arena.num_slots == 200

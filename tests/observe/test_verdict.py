@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,54 +44,34 @@ def stages(**shares: float) -> tuple[Stage, ...]:
     )
 
 
-def run(
-    *,
-    own_s: float = 1.0,
-    waited_s: float = 9.0,
-    starved_s: float | None = None,
-    pin_memory_s: float = 0.0,
-    ranks_s: float = 0.0,
-    device_s: tuple[float, float] = (0.0, 0.0),
-    busy_s: float = 20.0,
-    busy_share: float = 1.0,
-    on_core: float = 0.01,
-    cores: float = 0.1,
-    first_s: float = 0.0,
-    epochs: int = 1,
-    batches: int = 100,
-    held: bool = False,
-    budget_bytes: int = 4000,
-    workers: int = 2,
-    no_work: float = 0.0,
-    window_full: float = 0.0,
-    phase: str = "uniform",
-    step_s: tuple[float, float] = (0.01, 0.01),
-    parts: tuple[Stage, ...] = stages(dataset=0.2, Crop=0.7, collate=0.1),
-) -> Period:
-    """100 batches in 10 s: 0.1 s each, of which the training step takes 0.01 s."""
-    wall_s = own_s + waited_s + pin_memory_s + ranks_s
-    starved_s = waited_s if starved_s is None else starved_s
+FIGURES: dict[str, Any] = (
+    {"own_s": 1.0, "waited_s": 9.0, "pin_memory_s": 0.0, "ranks_s": 0.0, "first_s": 0.0}
+    | {"device_s": (0.0, 0.0), "step_s": (0.01, 0.01), "epochs": 1, "batches": 100}
+    | {"workers": 2, "busy_s": 20.0, "busy_share": 1.0, "no_work": 0.0, "window_full": 0.0}
+    | {"on_core": 0.01, "cores": 0.1, "held": False, "budget_bytes": 4000, "phase": "uniform"}
+    | {"parts": stages(dataset=0.2, Crop=0.7, collate=0.1), "starved_s": None}
+)
+"""100 batches in 10 s: 0.1 s each, of which the training step takes 0.01 s."""
+
+
+def run(**given: Any) -> Period:
+    assert given.keys() <= FIGURES.keys()
+    it = SimpleNamespace(**{**FIGURES, **given})
+    wall_s = it.own_s + it.waited_s + it.pin_memory_s + it.ranks_s
+    starved_s = it.waited_s if it.starved_s is None else it.starved_s
+    waited = (it.waited_s, it.waited_s / wall_s, 0, 0, 0, 0.0, it.first_s, starved_s)
+    shares = (it.busy_s, it.busy_share, it.no_work, it.window_full, it.on_core, it.cores, 0)
     return Period(
-        "run",
-        epochs,
-        True,
-        Waiting(
-            *(waited_s, waited_s / wall_s, 0, 0, 0, 0.0, first_s, starved_s, pin_memory_s),
-            *device_s,
-            ranks_s,
-        ),
-        Throughput(wall_s, batches, 8 * batches, 1000, 0, 0, 0, *step_s, 1.0),
-        Workers(
-            *(workers, workers, workers, busy_s, busy_share, no_work, window_full),
-            *(on_core, cores, 0),
-        ),
-        WindowFigures(0.1, 2.0, 2 * workers, 1000, budget_bytes, held),
-        Stragglers(phase, 0, 0.75, 0, 0, 0, 0, 0),
+        *("run", it.epochs, True),
+        Waiting(*waited, it.pin_memory_s, *it.device_s, it.ranks_s),
+        Throughput(wall_s, it.batches, 8 * it.batches, 1000, 0, 0, 0, *it.step_s, 1.0),
+        Workers(it.workers, it.workers, it.workers, *shares),
+        WindowFigures(0.1, 2.0, 2 * it.workers, 1000, it.budget_bytes, it.held),
+        Stragglers(it.phase, 0, 0.75, 0, 0, 0, 0, 0),
         Errors(0, 0, 0, 0, 0, 0),
         Reads(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0),
         Machine(0, 0, 0, 0),
-        (),
-        parts,
+        *((), it.parts),
     )
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 
 from minato import DataLoader
 from minato._core import EventCount
@@ -27,7 +27,7 @@ from minato.workers.pools import ProcessPool, ThreadPool
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
 from minato.workers.worker_process import WorkerContext, parent_watch
-from tests.datasets import wait_until
+from tests.datasets import Numbers, wait_until
 from tests.edges.test_forks import code_of, forked
 from tests.threads import run_together
 
@@ -61,20 +61,13 @@ class Stage:
         self.at_once = 2
         self.deaths: list[tuple[Any, ...]] = []
 
+        self.may_leave = lambda number: self.left
+        self.has_work = lambda: self.works
+        self.has_begun = lambda number: self.begun
+        self.wait_until_active = lambda number, parent_lives: True
+
     def stop(self) -> None:
         self.segment.array[100] = 1
-
-    def may_leave(self, number: int) -> bool:
-        return self.left
-
-    def has_work(self) -> bool:
-        return self.works
-
-    def has_begun(self, number: int) -> bool:
-        return self.begun
-
-    def wait_until_active(self, number: int, parent_lives: Any) -> bool:
-        return True
 
     def __call__(self, number: int, pid: int | None, code: int | None) -> None:
         self.deaths.append((number, pid, code))
@@ -99,7 +92,8 @@ def obedient(number: int, stage: Stage) -> None:
 
 
 def mortal(number: int, stage: Stage) -> None:
-    if number == 1:
+    if number == 1 and not stage.segment.array[101]:  # whoever takes its place stays
+        stage.segment.array[101] = 1
         os._exit(7)
     obedient(number, stage)
 
@@ -348,12 +342,12 @@ def watches_parent(writer: int, steady: int, late: bool) -> None:
 # ---- threads --------------------------------------------------------------------------------
 
 
+@dataclass
 class Worker:
     """Stands for a worker in a thread."""
 
-    def __init__(self, number: int, leave: threading.Event) -> None:
-        self.number = number
-        self.leave = leave
+    number: int
+    leave: threading.Event
 
     def work(self, parent_lives: Any) -> None:
         assert parent_lives()
@@ -414,11 +408,8 @@ def test_a_thread_may_end_its_own_pool() -> None:
 # ---- exceptions on their way ----------------------------------------------------------------
 
 
-class Collecting(torch.utils.data.Dataset[int]):
+class Collecting(Numbers):
     """Each sample is the number of the oldest generation's objects: all that a collection would look at."""
-
-    def __len__(self) -> int:
-        return 4
 
     def __getitem__(self, index: int) -> int:
         return len(gc.get_objects(generation=2))
@@ -430,5 +421,5 @@ def test_a_worker_leaves_what_it_starts_with_out_of_collections(method: str) -> 
     kept: list[list[int]] = [[] for _ in range(20_000)]
     gc.collect()
     assert len(gc.get_objects(generation=2)) > len(kept)
-    loader = DataLoader(Collecting(), num_workers=1, multiprocessing_context=method)
+    loader = DataLoader(Collecting(4), num_workers=1, multiprocessing_context=method)
     assert max(int(count) for count in loader) < 10_000

@@ -177,33 +177,25 @@ def test_limits_follow_from_the_cores(cores, given, expected, monkeypatch):
     assert (loader.num_workers, limits.min, limits.max) == expected
 
 
-def test_a_fixed_number_stays_fixed():
-    loader = DataLoader(Numbers(8), num_workers=2)
-    assert loader._options.autoscale is loader._history.autoscale is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_limits_that_contradict_each_other_are_refused():
+    for arguments, message in (
         ({"start": 0, "max": 4}, "start=0 is too small"),
         ({"start": 5, "max": 4}, "start=5 is not between min=1 and max=4"),
         ({"start": 2, "min": 3}, "start=2 is not between min=3"),
         ({"min": 9, "max": 3}, "min=9 is not between min=9 and max=3"),
         ({"min": 0}, "min=0 is too small"),
         ({"controller": "other"}, "controller='other' is not possible"),
-    ],
-)
-def test_limits_that_contradict_each_other_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        AutoScale(**arguments)
-
-
-def test_a_content_that_depends_on_the_number_of_workers_keeps_it():
+    ):
+        with pytest.raises(ValueError, match=message):
+            AutoScale(**arguments)
+    # Its content depends on the number.
     with pytest.raises(ValueError, match="compat='torch', whose content depends on it"):
         DataLoader(Numbers(8), num_workers="auto", compat="torch")
 
 
-def test_a_number_that_is_assigned_later_is_fixed():
+def test_a_fixed_number_stays_fixed_and_one_that_is_assigned_later_is():
+    fixed = DataLoader(Numbers(8), num_workers=2)
+    assert fixed._options.autoscale is fixed._history.autoscale is None
     for number in (0, 2):
         loader = DataLoader(Numbers(20), 4, num_workers="auto")
         loader.num_workers = number
