@@ -75,11 +75,7 @@ def damage(desk: Desk, batch: int, slot: Slot, faults: list[Any]) -> None:
 
 
 def make_desk(collate_fn: Any, elsewhere: bool) -> Desk:
-    """Two workers and a reader.
-
-    Args:
-        elsewhere: Batches are read as another rank reads them.
-    """
+    """Two workers and a reader, which may read batches as another rank does."""
     arena = Arena(Segment(1 << 30))
     desk = Desk(SharedStore(arena.segment), arena, collate_fn)
     if elsewhere:

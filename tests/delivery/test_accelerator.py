@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,9 +33,10 @@ class Stream:
         return Event(self)
 
 
+@dataclass
 class Event:
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.passed = stream, False
+    stream: Stream
+    passed: bool = False
 
     def query(self) -> bool:
         return self.passed
@@ -42,22 +45,23 @@ class Event:
         self.passed = True
 
 
+@dataclass
 class Target:
     """Memory of the device."""
 
-    def __init__(self, said: Said) -> None:
-        self.said = said
+    said: Said
 
     def copy_(self, value: torch.Tensor, non_blocking: bool) -> Target:
         self.said.append(("copy", tuple(value.shape), non_blocking))
         return self
 
 
+@dataclass
 class Runtime:
     """torch.cuda.cudart()"""
 
-    def __init__(self, said: Said) -> None:
-        self.said, self.status = said, 0
+    said: Said
+    status: int = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         self.said.append(("register", address, nbytes, flags))
@@ -226,13 +230,8 @@ class Listed:
 
 
 def test_what_is_copied_is_pinned_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[torch.Tensor] = []
-
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(tensor)
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    pinned = Mock(side_effect=lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned(tensor))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **how: (tensor, to, how))
     cuda = Cuda(torch.device("cuda"))
     tensor, sparse = torch.ones(2), torch.eye(2).to_sparse()
@@ -242,7 +241,7 @@ def test_what_is_copied_is_pinned_first(machine: Machine, monkeypatch: pytest.Mo
         assert cuda.copy(sparse) == (sparse, (torch.device("cuda", 0),), {"non_blocking": True})
         assert cuda.copy(own) is own
         assert cuda.copy(Listed()) == "moved to cuda:0"
-    assert [each is tensor for each in pinned] == [True]
+    assert [call.args[0] is tensor for call in pinned.mock_calls] == [True]
     assert own.said == ["pinned", "cuda:0 True"]
 
 
