@@ -91,8 +91,7 @@ def assert_gone(term: Terminal) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_is_shown_and_leaves_a_line(num_workers: int, use: Take) -> None:
     term = use()
-    loader = loader_of(num_workers=num_workers)
-    with loader.live():
+    with (loader := loader_of(num_workers=num_workers)).live():
         for number, _ in enumerate(loader):
             if number == 3:
                 until_panels(term, 1)
@@ -120,8 +119,7 @@ def test_the_output_of_the_program_scrolls_above_or_stays_where_it_is_redirected
     term, log = use(), io.StringIO()
     if redirected:
         monkeypatch.setattr(sys, "stdout", log)
-    loader = loader_of(num_workers=1)
-    with loader.live():
+    with (loader := loader_of(num_workers=1)).live():
         for number, _ in enumerate(loader):
             if number == 0:
                 until_panels(term, 1)
@@ -139,8 +137,7 @@ def test_the_output_of_the_program_scrolls_above_or_stays_where_it_is_redirected
 
 def test_a_progress_bar_stays_whole(use: Take) -> None:
     term = use()
-    loader = loader_of(num_workers=1)
-    with loader.live():
+    with (loader := loader_of(num_workers=1)).live():
         bar = tqdm.tqdm(loader, ncols=60, mininterval=0, file=term.stream)
         assert bar.total == len(loader) == 40
         for _ in bar:
@@ -319,8 +316,7 @@ def test_without_a_capable_terminal_there_are_lines(
             text = stream.getvalue() if isinstance(stream, io.StringIO) else "\n".join(term.all())
             return [row for row in text.splitlines() if row]
 
-        loader = loader_of()
-        with loader.live():
+        with (loader := loader_of()).live():
             batches = iter(loader)
             if kind == "no rich":
                 with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[report\]"):
@@ -380,8 +376,7 @@ def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(False, 5), (True, 4)])
 def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
-    loader = loader_of(9, drop_last=drop_last)
-    with loader.live() as view:
+    with (loader := loader_of(9, drop_last=drop_last)).live() as view:
         for length in (batches, batches - 1):
             batch = iter(loader)
             next(batch)
@@ -393,8 +388,7 @@ def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
 
 
 def test_epochs_of_one_number_are_told_apart() -> None:
-    loader = loader_of(8)
-    with loader.live() as view:
+    with (loader := loader_of(8)).live() as view:
         for _ in range(3):
             loader.set_epoch(7)
             for count, _ in enumerate(loader, 1):
@@ -407,8 +401,7 @@ def test_epochs_of_one_number_are_told_apart() -> None:
 def test_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns, rates = 1, []
     monkeypatch.setattr(live, "now_ns", lambda: now_ns)
-    loader = loader_of(200)
-    with loader.live() as view:
+    with (loader := loader_of(200)).live() as view:
         for number, _ in enumerate(loader):
             now_ns += 20_000_000_000 if number == 50 else 200_000_000
             rates.append(dict(view.rows())["throughput"].partition(" ")[0])
@@ -468,8 +461,7 @@ def evil_loader() -> Any:
 
 def test_names_do_not_steer_the_terminal(use: Take) -> None:
     term = use()
-    loader = evil_loader()
-    with loader.live():
+    with (loader := evil_loader()).live():
         for _ in loader:
             until_panels(term, 1)
             assert any("cat" in row and "dog row" in row for row in term.look())
@@ -480,8 +472,7 @@ def test_lines_do_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(live, "_LINE_EVERY_S", 0.02)
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    loader = evil_loader()
-    with loader.live():
+    with (loader := evil_loader()).live():
         for _ in loader:
             until(lambda: "\n" in stream.getvalue())
     assert stream.getvalue().count("\n") >= 2
