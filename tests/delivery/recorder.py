@@ -53,25 +53,17 @@ class DeviceEvent:
 
 
 class Recorder:
-    """An :class:`minato.delivery.device.Accelerator` whose copies run when the test says so.
-
-    Attributes:
-        copies: All that were asked for.
-        ran: How many of them have run, the first ones.
-        waited: How many the program waits for.
-        locked: Bytes that are locked, by address.
-        unlocked: Addresses that were unlocked, in this order.
-        pageable: Tensors that were copied at once, because they did not lie in locked memory.
-    """
+    """An :class:`minato.delivery.device.Accelerator` whose copies run when the test says so."""
 
     pins_memory = True
 
     def __init__(self, fails: bool = False) -> None:
-        self.copies: list[Copy] = []
-        self.ran = self.waited = 0
-        self.locked: dict[int, int] = {}
-        self.unlocked: list[int] = []
-        self.pageable: list[torch.Tensor] = []
+        self.copies: list[Copy] = []  # all that were asked for
+        self.ran = 0  # how many of them have run, the first ones
+        self.waited = 0  # how many the program waits for
+        self.locked: dict[int, int] = {}  # bytes by address
+        self.unlocked: list[int] = []  # addresses, in this order
+        self.pageable: list[torch.Tensor] = []  # copied at once: they were not in locked memory
         self._fails = fails
         self._inside = False
 

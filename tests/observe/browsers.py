@@ -22,11 +22,7 @@ PATH = next(
 
 
 class Browser:
-    """One page.
-
-    Attributes:
-        complaints: What it wrote to its console, and errors of scripts and of what it loaded.
-    """
+    """One page, and its complaints: to the console, and errors of scripts and of what it loaded."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write

@@ -19,11 +19,7 @@ __all__ = ["Terminal", "terminal"]
 
 
 class Terminal:
-    """What a user would see. It is always read: nobody who writes to it has to wait.
-
-    Attributes:
-        stream: A program's standard error on it.
-    """
+    """What a user of a program would see. It is always read: nobody who writes to it has to wait."""
 
     def __init__(self, master: int, stream: TextIO, rows: int, columns: int) -> None:
         self.stream = stream

@@ -75,11 +75,7 @@ class Pool:
 
 
 class Account:
-    """Records the samples of an epoch.
-
-    Attributes:
-        end: From this index on, samples do not exist; None: all do.
-    """
+    """Records the samples of an epoch; from the index ``end`` on, they do not exist."""
 
     readers = None
 
@@ -120,11 +116,7 @@ class Lease(NamedTuple):
 
 
 class Bench:
-    """A dispatcher, and workers that are steps of the test.
-
-    Args:
-        fixed: Batches in flight; None: as many as the budget allows.
-    """
+    """A dispatcher with ``fixed`` batches in flight, and workers that are steps of the test."""
 
     def __init__(
         self,

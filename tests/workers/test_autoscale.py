@@ -76,21 +76,13 @@ def test_the_paper_sheds_workers_that_a_slow_disk_makes_wait():
 
 @dataclass
 class Load:
-    """A loader in equilibrium: what a period would measure with so many workers.
+    """A loader in equilibrium: what a period would measure with so many workers."""
 
-    Attributes:
-        work_s: Time of a sample.
-        on_core: Part of it that needs a core.
-        consumer_s: What the consumer takes for a sample.
-        cores: How many there are.
-        streams: Samples that can run at once, whatever the workers (a store's limit).
-    """
-
-    work_s: float = 0.010
-    on_core: float = 0.0
-    consumer_s: float = 0.0
+    work_s: float = 0.010  # for a sample
+    on_core: float = 0.0  # the part of it that needs a core
+    consumer_s: float = 0.0  # for a sample
     cores: float = 2.0
-    streams: float = math.inf
+    streams: float = math.inf  # samples that can run at once, whatever the workers: a store's limit
 
     def rate(self, workers: int) -> float:
         """Samples per second."""

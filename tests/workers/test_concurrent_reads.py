@@ -24,11 +24,7 @@ Done = Callable[[Callable[[], Any] | None], None]
 
 
 class Waits(Numbers):
-    """Reads that take differently long, and note how many run at once in this process.
-
-    Args:
-        least: None ends before so many run at once.
-    """
+    """Reads that note how many run at once in this process; none ends before ``least`` do."""
 
     def __init__(self, size: int, least: int = 0) -> None:
         super().__init__(size)

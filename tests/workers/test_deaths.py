@@ -67,16 +67,11 @@ def content(loader: Iterable[Any]) -> dict[int, list[float]]:
 
 
 class Killer:
-    """Kills a random worker every 40 ms, but only while batches come: three deaths without progress would be an error.
-
-    Attributes:
-        killed: Their process ids.
-        batches: Counted by whoever iterates.
-    """
+    """Kills a random worker every 40 ms while batches come: three deaths without progress would be an error."""
 
     def __init__(self) -> None:
-        self.killed: list[int] = []
-        self.batches = 0
+        self.killed: list[int] = []  # their process ids
+        self.batches = 0  # counted by whoever iterates
         self.stop = threading.Event()
 
     def run(self) -> None:
