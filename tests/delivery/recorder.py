@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minato.batching.arena import Arena, Slot
+from minato.delivery import iterator
 
 GRUMBLES = {10: functools.partial(LookupError, "sample 10 is not there")}
 """A sample that raises."""
@@ -152,6 +153,7 @@ def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: cuda)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(iterator, "memory_pinner", lambda: recorder)
     return recorder
 
 

@@ -10,19 +10,13 @@ import pytest
 import torch
 
 from minato import DataLoader, SharedPool
-from minato.delivery import iterator
 from tests.datasets import Filled
 from tests.delivery.recorder import Recorder, accelerated, indices_of, watch_slots
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    return used(Recorder(), monkeypatch)
-
-
-def used(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    monkeypatch.setattr(iterator, "memory_pinner", lambda: recorder)
-    return accelerated(recorder, monkeypatch)
+    return accelerated(Recorder(), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +66,7 @@ def test_other_tensors_are_pinned_by_torch(recorder: Recorder) -> None:
 
 
 def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = used(Recorder(fails=True), monkeypatch)
+    recorder = accelerated(Recorder(fails=True), monkeypatch)
     loader = DataLoader(Filled(4, 3), 2, num_workers=1, pin_memory="in_place")
     with pytest.warns(RuntimeWarning, match="cannot be pinned"):
         assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]]
