@@ -105,8 +105,10 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-def not_the_end(source: str, error: StopIteration) -> RuntimeError:
-    """Return the RuntimeError that replaces a StopIteration of user code, which would end the epoch (PEP 479)."""
+def not_the_end(source: str, error: E) -> E | RuntimeError:
+    """Return the RuntimeError that replaces a StopIteration of user code (PEP 479); other exceptions as they are."""
+    if not isinstance(error, StopIteration):
+        return error
     stopped = RuntimeError(f"{source} raised StopIteration")
     stopped.__cause__ = BaseException.with_traceback(error, outside(error.__traceback__))
     return stopped

@@ -84,15 +84,18 @@ def attribute(thing: object, name: str, default: object = None) -> Any:
 
 def figures_of(dataset: object) -> dict[str, float]:
     """What ``minato_figures()`` of a dataset's class returns: numbers by name for a report; empty without it."""
-    # Not of the instance: its __getattr__ may return anything for any name.
-    known = callable(attribute(type(dataset), "minato_figures"))
-    return cast(Any, dataset).minato_figures() if known else {}
+    return _asked(dataset, "minato_figures")
 
 
 def facts_of(dataset: object) -> dict[str, str]:
     """What ``minato_facts()`` of a dataset's class returns: what decides its items, by name; empty without it."""
-    known = callable(attribute(type(dataset), "minato_facts"))
-    return cast(Any, dataset).minato_facts() if known else {}
+    return _asked(dataset, "minato_facts")
+
+
+def _asked(dataset: object, method: str) -> dict[str, Any]:
+    # Not of the instance: its __getattr__ may return anything for any name.
+    known = callable(attribute(type(dataset), method))
+    return cast("dict[str, Any]", getattr(dataset, method)()) if known else {}
 
 
 def takes_lists(dataset: object) -> bool:
@@ -208,7 +211,6 @@ _kinds: dict[int, Kind] = {}
 
 
 def _kind_of(kind: type) -> Kind:
-    """What a search needs to know of a class; made once for most classes, as datasets are searched in each epoch."""
     found = _kinds.get(id(kind))
     if found is None:
         found = Kind(kind)
@@ -297,8 +299,6 @@ class _Group:
     """Objects that are alike: those of one class, or the containers, that are under one attribute of one class.
 
     Attributes:
-        left: Further ones that are looked into.
-        items_left: Items of containers that are.
         owns: Something was found in one of them: then all are looked into.
         rest: A node of the others, and the further items of its holder that are like it.
     """
@@ -342,7 +342,6 @@ class Search:
     20,000 values. Only counts decide, so that it finds the same in each process.
 
     Args:
-        finds: Whether values of this kind are looked for.
         wants: Whether such a value is what is looked for; then it is not looked into.
         opens: Whether to look into the attributes of objects of this kind below the roots; None: into all, and into
             functions and the like.
@@ -741,7 +740,7 @@ def _nbytes_of_leaf(value: Any, kind: type) -> int:
     if issubclass(kind, (int, float)):
         return _NUMBER_BYTES
     if issubclass(kind, (torch.Tensor, memoryview)):
-        return _nbytes_of_tensor(value)
+        return int(attribute(value, "nbytes", 0))  # sparse ones have none
     for base in _TEXTS:
         if issubclass(kind, base):
             return int(base.__len__(value))
@@ -750,10 +749,3 @@ def _nbytes_of_leaf(value: Any, kind: type) -> int:
         width, height = value.size
         return int(width * height * len(value.getbands()))
     return 0
-
-
-def _nbytes_of_tensor(value: torch.Tensor | memoryview) -> int:
-    try:
-        return int(value.nbytes)
-    except Exception:  # sparse ones have none
-        return 0

@@ -232,8 +232,7 @@ class BlobWriter:
     ) -> None:
         """Attach the exception of a sample, with the state of the dataset after it if there is one."""
         if isinstance(error, StopIteration):
-            source = "a batch" if index is None else name_of(index)
-            error = not_the_end(source, error)
+            error = not_the_end("a batch" if index is None else name_of(index), error)
         described = self.errors.wrap(error)
         if state is not None:
             with suppress(Exception):  # without the state if it cannot be pickled

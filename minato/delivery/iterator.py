@@ -37,11 +37,7 @@ class BatchSource(Protocol):
     """Where batches come from (the engine)."""
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch; False if the batches that were prefetched for it were not its own.
-
-        Args:
-            batches: The indices of each batch, as ``epoch.batches`` yields them.
-        """
+        """Start an epoch, given the indices of each batch; False if batches prefetched for it were not its own."""
 
     def next(self) -> Outgoing:
         """The next batch: the same one until it is given."""
@@ -312,15 +308,12 @@ class BatchIterator(TorchIterator):
         return given
 
     def _pinned(self, source: BatchSource, given: Outgoing) -> None:
-        """Put a batch in pinned memory."""
         start_ns = now_ns()
         with in_profile("minato: pin memory"):
             try:
                 given.batch = self._pin(given.batch)
-            except StopIteration as stop:
-                given.error = not_the_end("pin_memory() of a batch", stop)
             except Exception as error:
-                given.error = error
+                given.error = not_the_end("pin_memory() of a batch", error)
         given.is_pinned = True
         source.pinned(now_ns() - start_ns)
 

@@ -56,13 +56,12 @@ def check_cache(cache: Cache, options: Options, transforms: Transforms, dataset:
         )
 
 
-def behind(cache: Cache | None, transforms: Transforms) -> Transforms:
+def behind(cache: Cache, transforms: Transforms) -> Transforms:
     """The transforms that run on what the cache returns: the stages of a sample after its "dataset"."""
-    return transforms if cache is None else transforms.after(_cut(cache, transforms))
+    return transforms.after(_cut(cache, transforms))
 
 
 def _cut(cache: Cache, transforms: Transforms) -> int:
-    """The number of transforms whose results the cache keeps."""
     return len(transforms) if cache.after is None else cache.after
 
 

@@ -20,7 +20,7 @@ from minato.engine.history import History, cost_history, end_engine, if_alive, s
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import CopiedObjects, make_pool
-from minato.errors import ErrorBudgetError, Postponed, not_the_end
+from minato.errors import ErrorBudgetError, Postponed
 from minato.observe.meters import CostStats, merged
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
 from minato.observe.trace import LoopTrack, Track
@@ -62,12 +62,9 @@ class Engine:
     Args:
         arena: Memory of the batches; that of an earlier engine has warm pages.
         history: Measurements of earlier engines, to which this one adds its own.
-        make_reader: Class that reads batches from full slots; by default as tensors of this process.
         pin: Copies batches to pinned memory: ``next`` then returns :class:`Pinned`.
 
     Attributes:
-        ledger: Assigns samples to workers, and results to batches.
-        meters: The measurements of each worker.
         afterwards: Functions to call after the workers have ended, the last one first, unless the interpreter exits.
     """
 
@@ -145,7 +142,6 @@ class Engine:
         return whole, WorkerContext(worker, layout, store, policy=policy)
 
     def _watch(self, context: WorkerContext) -> RunningSamples:
-        """What messages say of the samples that run."""
         return RunningSamples(
             self._current_work,
             context.stacks,
@@ -174,7 +170,6 @@ class Engine:
         )
 
     def _observe(self, track: Track | None) -> Observers:
-        """Those who follow the calls of this engine."""
         plan = self.plan
         own: list[Observer] = [] if track is None else [LoopTrack(track)]
         if plan.worker.in_processes and plan.context.get_start_method() == "fork":
@@ -236,9 +231,8 @@ class Engine:
         )
 
     def _count(self, restart_policy: RestartPolicy) -> EngineMetrics:
-        """All counters of this engine."""
         return EngineMetrics(
-            activities=self.ledger,
+            activity=self.ledger.activity,
             meters=self.meters,
             costs=self._costs,
             window=self._window,
@@ -266,10 +260,7 @@ class Engine:
     # ---- epochs and batches
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch and, with the first one, the workers.
-
-        Args:
-            batches: The indices of each batch, as ``epoch.batches`` yields them.
+        """Start an epoch, given the indices of each batch, and with the first one the workers.
 
         Returns:
             False if batches had been prefetched for this epoch and were not its own; they are dropped.
@@ -356,19 +347,15 @@ class Engine:
         self._outgoing = None
 
     def _read(self, item: OpenBatch) -> Outgoing:
-        """Make a batch; its slot stays as it is, so that this can be done again."""
         try:
             error = self._reader.failure(item.record, item.slot)
             if error is not None:
                 return Outgoing(error=error)
             return Outgoing(self._reader.read(item.record, item.slot))
-        except StopIteration as stop:
-            return Outgoing(error=not_the_end("what the batch is made of", stop))
-        except Exception as error:
-            return Outgoing(error=error)
+        except Exception as raised:
+            return Outgoing.of_error(raised)
 
     def _find(self) -> OpenBatch:
-        """Wait for the next batch."""
         try:
             if self._pending_error is not None:
                 error, self._pending_error = self._pending_error, None
@@ -530,7 +517,6 @@ def _detach(hosted: list[weakref.ref[EpochReaders]]) -> None:
 
 
 def _copier(plan: Plan, arena: Arena, pin: Pin | None, tracer: Tracer) -> Copier | None:
-    """The copier of batches that are prefetched, to pinned memory or to a device."""
     if pin is not None:
         return PinCopier(pin)
     device = plan.options.target
@@ -562,7 +548,6 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
 
 
 def _num_positions(plan: Plan) -> int:
-    """Number of samples that can be in flight."""
     return max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
 
 
@@ -581,7 +566,6 @@ def _assignment(plan: Plan) -> Assignment:
 
 
 def _window(plan: Plan) -> PrefetchWindow:
-    """The prefetch window of a plan."""
     worker = plan.worker
     reads = plan.first * worker.fetching.concurrency
     concurrent_batches = -(-reads // plan.largest_batch)

@@ -74,10 +74,6 @@ class RankSession(Protocol):
 class EngineFactory:
     """Begins epochs and makes engines for one loader; it holds no loader.
 
-    Args:
-        session: The loader's part in a shared pool, or None.
-        trace: Trace of its engines, or None.
-
     Attributes:
         told_parts: Replaced parts of torch's engine that a warning has named.
         spec: The loader as it was last, after the attributes that it was made of; None before.
@@ -99,14 +95,10 @@ class EngineFactory:
         return EngineFactory(session=self._session, trace=self._trace if traced else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _factory, (self._session, self._trace)
+        return functools.partial(EngineFactory, session=self._session, trace=self._trace), ()
 
     def epoch(self, spec: LoaderSpec, position: EpochPosition, *, persists: bool) -> Epoch:
-        """Begin the next epoch.
-
-        Args:
-            persists: The iterator of the last epoch continues.
-        """
+        """Begin the next epoch; ``persists``: the iterator of the last one continues."""
         session = None if self._session is None or self._session.alone else self._session
         resumes = position.resumes
         whole, done = spec, None
@@ -238,34 +230,23 @@ class EngineFactory:
         return engine
 
     def _warn_of_generators(self, plan: Plan, history: History) -> None:
-        """Warn of generators that are not bound to samples."""
         worker, spec = plan.worker, plan.spec
         if self._looked_for_generators or not worker.seeds_samples:
             return
         self._looked_for_generators = True
-        owned = OwnedGenerators(
-            {
-                "dataset": spec.dataset,
-                **spec.transforms.by_name,
-                "collate_fn": spec.collate_fn,
-            }
-        )
+        owned = {"dataset": spec.dataset, **spec.transforms.by_name, "collate_fn": spec.collate_fn}
+        found = OwnedGenerators(owned)
         if worker.method == "thread":
-            history.warn_of_generators(owned.names, "worker threads share them")
+            history.warn_of_generators(found.names, "worker threads share them")
             return
         if worker.fetching.at_once:
             reads = OwnedGenerators({"dataset": spec.dataset}).names
             history.warn_of_generators(reads, "reads of several samples share them")
-        history.warn_of_generators(owned.others)
+        history.warn_of_generators(found.others)
 
 
 def _kept(
     keep: weakref.WeakMethod[Callable[..., object]], spec: LoaderSpec, engine: InlineEngine
 ) -> bool:
-    """Keep an engine; False if the loader is gone."""
     method = keep()
     return method is not None and bool(method(spec, engine))
-
-
-def _factory(session: RankSession | None, trace: Trace | None) -> EngineFactory:
-    return EngineFactory(session=session, trace=trace)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
@@ -27,12 +27,10 @@ from minato.observe.meters import CostStats, Meters
 from minato.observe.observers import Observer
 from minato.scheduling.slow_samples import CostModel, SlowThreshold, ThresholdDecision
 from minato.workers.runner import CostEstimate
-from minato.workers.shared_state import CurrentSample
 
 __all__ = [
     "CostHistory",
     "History",
-    "RunningEngine",
     "cost_history",
     "end_engine",
     "from_words",
@@ -42,7 +40,9 @@ __all__ = [
 ]
 
 
-if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
+if TYPE_CHECKING:  # loaders with a fixed number of workers start without the last one
+    from minato.engine.engine import Engine
+    from minato.engine.inline import InlineEngine
     from minato.observe.metrics import ServedMetrics
     from minato.workers.autoscale import AutoscaleState
 
@@ -52,13 +52,6 @@ _MOST = 1 << 62
 """Larger counts and sums are corrupt."""
 _LONGEST_FILE_BYTES = 64 << 20
 """Larger files are corrupt and not read."""
-
-
-class RunningEngine(Protocol):
-    """The engine of the newest iterator, as reports see it."""
-
-    def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
-        """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
 
 
 def _no_engine() -> None:
@@ -72,14 +65,11 @@ class History:
     Attributes:
         cost_model: Cost of each sample in earlier epochs.
         costs: Costs of recent samples, in ns.
-        cost_history: The directory of the costs of earlier programs.
         cost_estimate: That of the worker in the main process.
         autoscale: The number of active workers and its controller; None: all workers are active.
         epoch_log: What reports read; None: nothing is measured.
-        observers: Follow all engines: the log, and the views of the program.
         views_of: The loader and the process for which the views are open; None: they are not.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
-        engine: A weak reference to the newest engine.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)
@@ -93,7 +83,7 @@ class History:
     served_metrics: ServedMetrics | None = None
     views_of: object = None
     may_travel: bool | None = None
-    engine: Callable[[], RunningEngine | None] = _no_engine
+    engine: Callable[[], Engine | InlineEngine | None] = _no_engine
     warned_of_generators: bool = False
 
     def learn(self, handover: Handover) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import threading
 import weakref
 from asyncio import CancelledError
@@ -35,7 +36,7 @@ from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.readers import EpochReaders
 from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
-from minato.transforms.compose import CollateFn, Transforms
+from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureCount, SampleRetry
@@ -62,18 +63,11 @@ class _Batch(Outgoing):
     """The batch that ``next()`` makes, from its first try until the training loop has it.
 
     Attributes:
-        drawn: As it was drawn from the sampler.
         given: Its indices, in the sampler's container.
         occurrences: How often each of them came before in the epoch; None: none did.
-        first: Position of its first sample.
         size: Number of its samples, at least 1.
         missing: Number of items that do not exist, because their reader has ended.
-        skipped: Positions of skipped samples.
-        num_slow: Number of slow samples.
-        began_ns: When its samples began to run.
-        is_made: Whether the batch is there, or its error.
         is_empty: Whether it is known to have no samples to return.
-        is_prepared: Whether it is ready to be given.
     """
 
     is_made = is_empty = is_prepared = False
@@ -94,7 +88,6 @@ class _Current:
 
     Attributes:
         kinds: What is taken for the error of a sample.
-        batch: The batch whose samples run.
     """
 
     def __init__(self) -> None:
@@ -111,13 +104,7 @@ class _Current:
 
 
 class _Activity:
-    """The time that the training loop has spent on samples.
-
-    Attributes:
-        samples: Number of samples.
-        busy_ns: Time spent on them.
-        until_ns: When the last ones were made.
-    """
+    """The time that the training loop has spent on samples, of which the last ones were made at ``until_ns``."""
 
     def __init__(self) -> None:
         self.samples = self.busy_ns = self.until_ns = self._since_ns = 0
@@ -137,14 +124,10 @@ class InlineEngine:
     """Runs the samples of one loader in the thread that calls ``next()``, batch by batch, in the sampler's order.
 
     Args:
-        arena: Memory of large batches; that of an earlier engine has warm pages.
         history: Measurements of earlier engines, to which this one adds its own.
         keep: Keeps the engine for the next iterator, when the epoch of this one is over; False: it ends.
 
     Attributes:
-        plan: The same.
-        arena: The same.
-        slow_threshold: Decides which samples are slow.
         afterwards: Functions to call when the engine ends, the last one first, unless the interpreter exits.
     """
 
@@ -185,7 +168,7 @@ class InlineEngine:
         history.decision = self.slow_threshold.decision
         self._slow_ns = history.decision.threshold_ns
         self._metrics = EngineMetrics(
-            activities=self._activity,
+            activity=self._activity.activity,
             meters=[self._meters],
             costs=self._costs,
             slow_threshold=self.slow_threshold,
@@ -205,9 +188,8 @@ class InlineEngine:
         self._current = _Current()
         self._is_over = False
         self._drops_short = pipeline.drop_last and pipeline.batched
-        self._is_plain = self._is_single = (
-            False  # the dataset's iterator is all there is; one reader reads
-        )
+        self._is_plain = False  # the dataset's iterator is all there is
+        self._is_single = False  # one reader reads
         self._has_ended = False  # the only reader has
         self._runs_items = pipeline.streams and len(pipeline.transforms) > 0
         self._states: DatasetStates | None = None
@@ -218,14 +200,7 @@ class InlineEngine:
         self._finalizer = weakref.finalize(self, self._end)
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch.
-
-        Args:
-            batches: The indices of each batch, as ``epoch.batches`` yields them.
-
-        Returns:
-            True: no batch is prefetched for another epoch.
-        """
+        """Start an epoch, given the indices of each batch; True: no batch is prefetched for another one."""
         epoch.progress.come_in_order()
         self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
@@ -281,7 +256,6 @@ class InlineEngine:
         self._activity.resume()
 
     def _host_readers(self, epoch: Epoch, readers: EpochReaders) -> Host:
-        """Host the readers of an epoch."""
         worker = self.plan.worker
         assert worker.readers is not None
         plan = worker.readers._replace(starts=readers.starts())
@@ -371,7 +345,6 @@ class InlineEngine:
         return batch
 
     def _load(self) -> _Batch:
-        """Make the next batch that has samples."""
         if self._failures is not None:
             self._check_failures(self._failures)
         while True:
@@ -408,7 +381,6 @@ class InlineEngine:
         self._batches.drop(batch.drawn)
 
     def _finish(self) -> None:
-        """End the epoch."""
         if self._progress is not None:
             if self._has_ended:
                 self._progress.drop_rest(self._position)
@@ -492,14 +464,7 @@ class InlineEngine:
         if error is not None:
             self._give(batch, None, _error_of(error, index))
             return
-        if self._retry is not None and type(samples) is list:
-            if not self._kept(batch, samples):
-                return
-            samples = [sample for sample in samples if sample is not SKIP]
-        collate = self._builder.collate
-        if self._builder.draws and self.plan.worker.seeds_samples:
-            collate = functools.partial(self._collated, batch)
-        self._give(batch, *self._built(batch, samples, collate))
+        self._build(batch, samples)
 
     def _run_unbound(self, fetcher: Fetcher, batch: _Batch) -> bool:
         """Run and build a batch of cheap samples that do not draw, as earlier ones did not; False: they have drawn."""
@@ -637,15 +602,7 @@ class InlineEngine:
             batch.missing = batch.size if self._drops_short else missing
             if batch.missing == batch.size:
                 return
-        if self._retry is not None:
-            if not self._kept(batch, samples):
-                return
-            if batch.skipped:
-                samples = [sample for sample in samples if sample is not SKIP]
-        builder, collate = self._builder, self._builder.collate
-        if builder.draws and self.plan.worker.seeds_samples:
-            collate = functools.partial(self._collated, batch)
-        self._give(batch, *self._built(batch, samples, collate))
+        self._build(batch, samples)
 
     def _items(self, host: Host, batch: _Batch) -> tuple[list[Any], BaseException | None]:
         """The samples of a batch of items, until one raises for good; fewer if the reader ends."""
@@ -678,13 +635,6 @@ class InlineEngine:
                 return samples, error
         return samples, None
 
-    def _kept(self, batch: _Batch, samples: list[object]) -> bool:
-        """Note which samples were skipped; returns whether others are left, or none were there."""
-        if SKIP in samples:
-            places = enumerate(samples, batch.first)
-            batch.skipped = [position for position, sample in places if sample is SKIP]
-        return not samples or len(batch.skipped) < len(samples)
-
     def _rows(self, fetcher: Fetcher, batch: _Batch) -> Any:
         """A batch of samples that are rows, copied together; None if they must be loaded one by one."""
         if batch.size < _LEAST_ROWS:
@@ -698,13 +648,21 @@ class InlineEngine:
         runner.record_rows(indices, self._number, begun_ns)
         return made
 
-    def _built(
-        self, batch: _Batch, samples: object, collate: CollateFn
-    ) -> tuple[Any, BaseException | None]:
-        """A batch of its samples, packed or by ``collate``; or None and its error."""
-        builder = self._builder
+    def _build(self, batch: _Batch, samples: Any) -> None:
+        """Have a batch hold its samples but those that are skipped, or the error of ``collate_fn``."""
+        # No comparison by ``==``, which an array does not answer by one truth.
+        if self._retry is not None and type(samples) is list and any(map(_is_skip, samples)):
+            places = enumerate(samples, batch.first)
+            batch.skipped = [position for position, sample in places if sample is SKIP]
+            samples = [sample for sample in samples if sample is not SKIP]
+            if not samples:
+                return
+        builder, collate = self._builder, self._builder.collate
+        if builder.draws and self.plan.worker.seeds_samples:
+            collate = functools.partial(self._collated, batch)
+        made, error = None, None
         try:
-            tracer, made, how = self._sample_tracer, None, "copy"
+            tracer, how = self._sample_tracer, "copy"
             begun_ns = tracer.now() if tracer.enabled else 0
             if not builder.collates and type(samples) is list and samples:
                 made = builder.pack(samples)
@@ -712,9 +670,9 @@ class InlineEngine:
                 made, how = collate(samples), "collate"
             if tracer.enabled:
                 tracer.slice(how, begun_ns)
-            return made, None
-        except self._current.kinds as error:
-            return None, self._collate_error(batch, samples, error)
+        except self._current.kinds as raised:
+            error = self._collate_error(batch, samples, raised)
+        self._give(batch, made, error)
 
     def _collate_error(self, batch: _Batch, samples: object, error: BaseException) -> BaseException:
         """The exception that ``next()`` raises for that of ``collate_fn``."""
@@ -738,13 +696,9 @@ class InlineEngine:
         """Have a batch hold what was made, on its device, or its error."""
         if self._copier is not None and error is None:
             try:
-                made = self._copier.copy(
-                    self._builder.last_slot, functools.partial(_as_it_is, made)
-                )
-            except StopIteration as stop:
-                made, error = None, not_the_end("what the batch is made of", stop)
+                made = self._copier.copy(self._builder.last_slot, lambda: made)
             except Exception as raised:
-                made, error = None, raised
+                made, error = None, Outgoing.of_error(raised).error
         batch.batch, batch.error, batch.is_made = made, error, True
 
     def _prepare(self, batch: _Batch) -> None:
@@ -814,7 +768,6 @@ class InlineEngine:
             self._finalizer.detach()
 
     def _names(self, indices: Sequence[Any]) -> list[Any]:
-        """Names of samples in messages."""
         return list(indices) if self._host is None else list(map(item_of, indices))
 
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
@@ -880,18 +833,15 @@ def _randomness(plan: WorkerPlan, history: History, seed: int) -> SampleRandomne
     return SampleRandomness(seed, bind_globals=bind, owned=owned if bind else None)
 
 
+_is_skip = functools.partial(operator.is_, SKIP)
+
+
 def _nothing_to_end() -> bool:
     return True
-
-
-def _as_it_is(batch: object) -> Any:
-    """Return what a replaced fetcher has collated."""
-    return batch
 
 
 def _error_of(error: BaseException, index: object) -> BaseException:
     """The exception that ``next()`` raises for that of a sample; ``index`` None: of a batch."""
     if isinstance(error, StopIteration):
-        source = "a batch" if index is None else name_of(index)
-        error = not_the_end(source, error)
+        error = not_the_end("a batch" if index is None else name_of(index), error)
     return SampleError(error, index).exception()

@@ -72,7 +72,6 @@ class Inspector:
         return report_of(self._setup(), self._spec.stages, self._measured(), figures)
 
     def _setup(self) -> Setup:
-        """What a report says about the loader itself."""
         from minato.observe.figures import Setup
         from minato.observe.verdict import uses_pil
 
@@ -176,7 +175,6 @@ class Inspector:
         at_exit.keep(self._setup(), self._spec.stages, epoch_log)
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
-        """Start to record the use of the machine."""
         from minato.observe.machine import MachineMonitor, storage_counts
 
         if not isinstance(epoch_log.machine, MachineMonitor):

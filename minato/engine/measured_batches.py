@@ -39,8 +39,6 @@ class _Waiting(NamedTuple):
     """A sample that waits for its batch, with its number in the order of arrival.
 
     Attributes:
-        given: What the engine gave.
-        records: The functions that record it as delivered.
         group: The same for samples whose lengths differ little.
     """
 
@@ -82,7 +80,6 @@ class _Joined:
         return getattr(self._observers, name)
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        """An epoch begins."""
         self._is_inside = self.has_ended = False
         self._observers.begin(epoch, progress, source)
 
@@ -98,7 +95,6 @@ class _Joined:
         self._nbytes += nbytes
 
     def give(self, samples: int) -> None:
-        """A batch is given."""
         if self._snapshot is not None:
             self._observers.leave(samples, self._nbytes, self._snapshot)
         self._is_inside, self._nbytes = False, 0
@@ -113,7 +109,6 @@ class _Joined:
         self.has_ended = True
 
     def end_epoch(self) -> None:
-        """The epoch ends."""
         if self.has_ended:
             self.has_ended = False
             self._observers.finish()
@@ -186,10 +181,8 @@ class MeasuredBatches(Layer):
             if error is None:
                 try:
                     cost = self._cost(given.batch)
-                except StopIteration as stop:
-                    error = not_the_end("cost=", stop)
                 except Exception as raised:
-                    error = raised
+                    error = not_the_end("cost=", raised)
             if error is not None:
                 batch = _Batch(failed=given)
                 batch.error, batch.records = error, given.records
@@ -273,10 +266,8 @@ class MeasuredBatches(Layer):
         batch.records = self._progress.together([each.records for each in members])
         try:
             batch.batch = self._collate([each.sample for each in members])
-        except StopIteration as stop:
-            batch.error = not_the_end("collate_fn", stop)
         except Exception as error:
-            batch.error = error
+            batch.error = not_the_end("collate_fn", error)
         return batch
 
     def shut_down(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import thread_time_ns
-from typing import Protocol
 
 from minato._core import now_ns
 from minato._core.codes import Activity
@@ -19,19 +18,12 @@ from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
 from minato.workers.error_policy import FailureCount
 from minato.workers.supervision import RestartPolicy
 
-__all__ = ["Activities", "EngineMetrics"]
+__all__ = ["EngineMetrics"]
 
 
 _LOOK_NS = 100_000_000
 _LOOK_SHARE = 200
 """The workers' processor time is read at most every 0.1 s, and reading takes at most a 200th of the time."""
-
-
-class Activities(Protocol):
-    """Knows what the workers have done (``ConsumerLedger``)."""
-
-    def activity(self, worker: int) -> Activity:
-        """What a worker has done so far."""
 
 
 @dataclass(kw_only=True)
@@ -41,15 +33,12 @@ class EngineMetrics:
     It must not refer to the engine or its loader, because the epoch log keeps it until their end.
 
     Attributes:
-        activities: What the workers have done.
         device_times: What the training process has spent on a device.
-        window: Bounds the batches in flight; None without workers, as the two that follow.
-        wait_stats: How long the training loop waits for workers.
-        restart_policy: Counts deaths.
+        window, wait_stats, restart_policy: None without workers.
         usage: Processor time of the workers at the last reading; some may have ended since.
     """
 
-    activities: Activities
+    activity: Callable[[int], Activity]
     meters: Sequence[Meters]
     costs: CostStats
     slow_threshold: SlowThreshold
@@ -99,7 +88,7 @@ class EngineMetrics:
 
     def quick_counts(self) -> dict[str, int]:
         """Times of all workers, deaths, and failures as of the latest batch; any thread may call it."""
-        activity, failures = self.activities.activity, self.failures
+        activity, failures = self.activity, self.failures
         busy_ns = idle_ns = 0
         for worker in range(len(self.meters)):
             each = activity(worker)

@@ -35,10 +35,8 @@ class Plan:
     Attributes:
         worker: The part that travels to the workers.
         first: Workers that are active at first; 0: the training loop does the work.
-        restarts: Worker processes that die are replaced.
         policy: Handles the errors of samples; None: ``next()`` raises them.
         batches: Number of open batches; None: the budget decides.
-        budget_bytes: Limit of the batches in flight together.
         largest_batch: Number of samples in it, if it is known.
     """
 
@@ -76,7 +74,12 @@ class Plan:
         batches: int | None = None
         if spec.workers.count == 0:
             batches = 1
-        elif worker.round_robin or spec.workers.bounds_prefetch or _sends_each_state(worker):
+        elif (
+            worker.round_robin
+            or spec.workers.bounds_prefetch
+            # Readers keep a state after a fixed number of batches, so that few may be ahead.
+            or (worker.readers is not None and isinstance(worker.readers.every, int))
+        ):
             # Each reader has as many as one of torch's workers.
             batches = max(most_workers, len(spec.sampling.own_readers))
             batches *= spec.workers.prefetch_factor or 0
@@ -189,7 +192,6 @@ def base_seed_of(options: Options, epoch: Epoch) -> int:
 
 
 def _readers(spec: LoaderSpec, epoch: Epoch, in_main_process: bool, order: Order) -> ReaderPlan:
-    """The readers of an iterable dataset."""
     count, every = spec.sampling.readers, spec.options.snapshot_every_n_steps or None
     ends_batches = spec.options.errors.outcome == "raise"
     assert epoch.readers is not None
@@ -214,11 +216,6 @@ def _readers(spec: LoaderSpec, epoch: Epoch, in_main_process: bool, order: Order
         slots=slots,
         rereads=spec.sampling.rereads,
     )
-
-
-def _sends_each_state(worker: WorkerPlan) -> bool:
-    """Whether the readers keep a state after a fixed number of batches, so that few may be ahead."""
-    return worker.readers is not None and isinstance(worker.readers.every, int)
 
 
 def _pipeline(spec: LoaderSpec) -> Pipeline:

@@ -23,8 +23,6 @@ class WorkerSpec:
 
     Attributes:
         count: ``num_workers``, 0 for the main process.
-        context: Of ``multiprocessing``, None for torch's default.
-        prefetch_factor: As torch's attribute, None without workers.
         bounds_prefetch: It was given, and limits the open batches; otherwise the memory budget alone decides.
         timeout_s: torch's ``timeout``, 0 for none.
     """
@@ -40,12 +38,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, eq=False)
 class LoaderSpec:
-    """A loader as it is when an iterator starts: torch's arguments, and minato's own as ``options``.
-
-    Attributes:
-        sampling: Decides which indices it asks for.
-        cache: Keeps samples after the first transforms, or None.
-    """
+    """A loader as it is when an iterator starts: torch's arguments, and minato's own as ``options``."""
 
     sampling: SamplingSpec
     transforms: Transforms

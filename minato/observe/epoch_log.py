@@ -85,19 +85,13 @@ class EpochRecord:
     """One epoch as the training process sees it.
 
     Attributes:
-        epoch: Its number.
-        calls: The calls of ``next()``.
         start_ns: Time in ``iter()``.
         first_ns: Time in ``next()`` for the first batch.
         failed_ns: Time inside the calls of ``next()`` that raised.
         pinned_ns: Time to copy batches to pinned memory.
         ranks_ns: Time of waiting for other ranks.
-        coverage: Numbers of requested, delivered and outstanding samples.
         lateness: Distance of the batches from the sampler's order.
         before, after: Metrics of engine, machine and storage at the start of the epoch, and as of the last update.
-        use: The state of the loader over time.
-        machine: The machine, as of the last update.
-        decision: The last threshold of slow samples.
         held_by_budget: Whether the memory budget kept more batches from being opened.
         finished: Whether it ended regularly.
         ended_ns: When it ended, or was abandoned; 0 before.
@@ -204,11 +198,8 @@ class Totals(NamedTuple):
     Attributes:
         counts: Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``,
             ``busy_ns``, ``idle_ns``, ``deaths``, ``retries``, ``skipped``.
-        epoch: Number of the newest epoch.
-        running: Whether it has not ended.
         wall_ns: Its duration so far.
         waited_ns: Time in ``next()`` and ``iter()`` in it.
-        batches, samples: Returned in it.
         loader: The loader after a recent batch of it.
     """
 
@@ -359,7 +350,6 @@ class EpochLog(Observer):
         self._current = self._source = self._progress = self._measured = None
 
     def _forget_source(self) -> None:
-        """Take what is left of an engine whose memory may go."""
         if self._measured is not None:
             self._slow, self._measured = self.slow, None
 
@@ -370,7 +360,6 @@ class EpochLog(Observer):
         return self._slow if source is None else slowest_of([*self._slow, *source.slowest()])
 
     def _settle(self) -> None:
-        """Update the current epoch for the last time."""
         if self._current is None:
             return
         record, records = self._updated(), self._ended.records

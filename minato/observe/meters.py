@@ -83,9 +83,7 @@ class SlowSample(NamedTuple):
     Attributes:
         key: The index in the dataset: an integer, or the text of another index, cut after 64 bytes.
         cost_ns: Its active time, waiting excluded.
-        epoch: The epoch in which it took that long.
         stage: Its slowest stage: a transform's number, -1 for the dataset, or ``UNKNOWN``.
-        stage_ns: The time of that stage.
     """
 
     key: int | str
@@ -183,7 +181,6 @@ class Meters:
         window_full: Idle time in ns in which the prefetch window was full, so that no batch could be opened.
         reading: Time of each item of a reader in ns, the same for all of one call; not part of ``total``.
         steps: Time of each transform in ns.
-        slowest: The slowest samples.
 
     Args:
         buffer: Writable memory of ``Meters.nbytes(num_steps)`` bytes, aligned to 8; zeros are empty meters.

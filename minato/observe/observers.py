@@ -152,11 +152,7 @@ class Observer:
         """``next()`` is called."""
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """``next()`` returns a batch.
-
-        Args:
-            loader: Returns the state of the loader; to be called rarely.
-        """
+        """``next()`` returns a batch."""
 
     def fail(self) -> None:
         """``next()`` raises; not the error of a batch, which it returns, nor the end of the epoch."""

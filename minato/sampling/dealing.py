@@ -47,12 +47,10 @@ _DECIDES = ("seed", "shuffle", "drop_last", "max_cost", "replacement")
 
 
 class Part(NamedTuple):
-    """What some ranks completed in a stage.
+    """What some ranks completed in a stage: ranges ``[first, end)`` of ordinals in the order of these ranks.
 
     Attributes:
-        first: The first of these ranks.
-        together: Their number: several if they share a pool, in which their batches come in turn.
-        ranges: Ranges ``[first, end)`` of ordinals in the order of these ranks.
+        together: Number of ranks from ``first`` on: several if they share a pool, in which their batches come in turn.
     """
 
     first: int
@@ -60,11 +58,7 @@ class Part(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
 
     def ordinals(self, most: int) -> Places:
-        """All of them.
-
-        Raises:
-            IndexError: One is ``most`` or more.
-        """
+        """All of them; IndexError: one is ``most`` or more."""
         if self.ranges and self.ranges[-1][1] > most:
             raise IndexError(f"the ordinals of these ranks end at {most}")
         ranges = [np.arange(first, end) for first, end in self.ranges]
@@ -75,11 +69,9 @@ class Stage(NamedTuple):
     """The part of an epoch that one number of ranks completed.
 
     Attributes:
-        ranks: Their number.
         batch_size: Samples of a full batch of one rank.
         parts: What each of them, or each pool, completed.
-        delivered: Number of the delivered indices, and the sum of their hashes.
-        skipped: The same of the skipped ones.
+        delivered, skipped: Number of these indices, and the sum of their hashes.
         known: The only rank whose part these count; None: they count all.
     """
 
@@ -102,21 +94,9 @@ class Stage(NamedTuple):
 
     def to_plain(self) -> PlainState:
         """Return the stage as plain data."""
-        return {
-            "ranks": self.ranks,
-            "batch_size": self.batch_size,
-            "parts": [
-                {
-                    "first": part.first,
-                    "together": part.together,
-                    "ranges": [*map(list, part.ranges)],
-                }
-                for part in self.parts
-            ],
-            "delivered": list(self.delivered),
-            "skipped": list(self.skipped),
-            "known": self.known,
-        }
+        parts = [{**part._asdict(), "ranges": [*map(list, part.ranges)]} for part in self.parts]
+        tallies = {"delivered": list(self.delivered), "skipped": list(self.skipped)}
+        return {**self._asdict(), "parts": parts, **tallies}
 
     def counted_parts(self) -> Stage:
         """Return the stage with the parts that its tallies count."""
@@ -126,12 +106,9 @@ class Stage(NamedTuple):
         """Return the places of the completed samples in the order that the stage divided, before it was filled up.
 
         Args:
-            length: Of that order.
+            length: Of that order; IndexError: it is too short for them.
             deals: What the ranks get in turn.
             drops: Whether a rest that does not divide was dropped; otherwise the order was filled up from its start.
-
-        Raises:
-            IndexError: The order is too short for them.
         """
         found = [np.arange(0)]
         each = length // self.ranks if drops else -(-length // self.ranks)
@@ -167,9 +144,6 @@ def left_places(
     """Return the places in an order that are left after some stages, and those that each stage completed.
 
     A place that fills up the order of a stage counts as its original.
-
-    Args:
-        length: Of the order.
     """
     left, taken = np.arange(length), []
     for stage in stages:
@@ -185,9 +159,8 @@ def left_batches(
 ) -> tuple[Batches, Batches]:
     """Return the batches that are left after some stages, and the indices that each stage completed.
 
-    Args:
-        batches: Those of the first stage: the first of each rank, then the second of each, and so on.
-        fill: Makes the number of batches divisible by a number of ranks.
+    ``batches`` are those of the first stage: the first of each rank, then the second of each, and so on. ``fill`` makes
+    their number divisible by a number of ranks.
     """
     taken = []
     for number, stage in enumerate(stages):
@@ -195,11 +168,8 @@ def left_batches(
             fill(batches, stage.ranks)
         is_done = [np.zeros(len(batch), bool) for batch in batches]
         for part in stage.parts:
-            of_part = [
-                at
-                for at in range(len(batches))
-                if 0 <= at % stage.ranks - part.first < part.together
-            ]
+            ranks = range(part.first, part.first + part.together)
+            of_part = [at for at in range(len(batches)) if at % stage.ranks in ranks]
             ends = np.cumsum([len(batches[at]) for at in of_part])
             flags = np.zeros(ends[-1] if of_part else 0, bool)
             flags[part.ordinals(len(flags))] = True
@@ -244,11 +214,7 @@ def check_owned(state: PlainState) -> None:
 
 
 def of_all_ranks(state: PlainState) -> PlainState:
-    """Return the state of one rank as that of all ranks, if each had as many batches.
-
-    Raises:
-        ValueError: It does not say what the others had.
-    """
+    """Return the state of one rank as that of all, which had as many batches; ValueError: it does not say what."""
     check_same_step(state, batches=False)
     merged = without_rank(state)
     if done := state.get("done"):
@@ -276,8 +242,6 @@ class Dealing(NamedTuple):
     Attributes:
         deals: What ranks get in turn.
         divides: The sampler whose order is divided, or that divides it.
-        rank: Of this loader.
-        ranks: Their number.
         batch_size: Samples of a full batch of one rank.
     """
 

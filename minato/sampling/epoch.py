@@ -20,12 +20,12 @@ from minato._support.values import plain as plain_value
 from minato.errors import Postponed, log
 from minato.observe.lateness import Lateness
 from minato.sampling.progress import (
-    NOTHING,
     Completed,
     Coverage,
     Progress,
     Tally,
     remaining_batches,
+    total,
 )
 from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord, Origin
@@ -74,13 +74,7 @@ class Seeds(NamedTuple):
 
 
 class NextEpoch(NamedTuple):
-    """The epoch after the present one, as it is predicted.
-
-    Attributes:
-        batches: The indices of each batch.
-        number: Of the epoch.
-        seed: From which the randomness of its samples starts.
-    """
+    """The epoch after the present one, as it is predicted: the indices of its batches, its number, and its seed."""
 
     batches: Iterator[list[Any]]
     number: int
@@ -91,31 +85,21 @@ class Epoch:
     """One epoch of a loader over its sampler; its iterator may be gone before it ends.
 
     Args:
-        spec: Which indices the loader asks for.
-        number: Of the epoch.
-        drawn_epoch: The epoch of the seed that torch draws: that of the sampler or of ``set_epoch``. By default it is
-            counted from the creation of the iterator.
         state: The state to resume; None: the epoch starts at its beginning.
         restored: A loaded state has set its samplers.
-        prefetches_next: Whether batches of the next epoch may be opened during this one.
 
     Attributes:
-        number: The same.
-        drawn_epoch: The same.
-        prefetches_next: The same; False once the indices of an epoch were predicted wrongly.
-        progress: Records its samples.
-        draw: The states of generators and samplers that decide its order.
-        base_seed: torch's draw for the workers.
+        drawn_epoch: The epoch of the seed that torch draws: that of the sampler or of ``set_epoch``. By default it is
+            counted from the creation of the iterator.
+        prefetches_next: Whether batches of the next epoch may be opened during this one; False once its indices were
+            predicted wrongly.
         seeds: From which the randomness of samples is drawn, in this epoch and others of the same iterator.
         seed: From which the randomness of its samples starts.
         dataset_states: The states of the workers' copies of a map-style dataset; None if they have none.
-        readers: The readers of an iterable dataset, or None.
         iterator: The iterator that has begun it; None: no other takes its place.
         has_started: Whether its iterator has begun it; until then, an interrupted ``iter()`` begins it once more.
         replaces: The epoch in whose place it begins, because ``set_epoch`` came after ``iter()``; None: in no other's.
         may_be_replaced: Whether ``set_epoch`` still chooses an epoch in its place: no batch was asked for.
-        is_resumed: Whether it began with a state.
-        earlier: What other numbers of ranks completed of it before.
         sampler_epoch: The epoch that the sampler had when the first batches had been drawn.
     """
 
@@ -171,7 +155,7 @@ class Epoch:
         batches = map(_tried(self._maker()), self.draw.redraw(state.draw))
         first = list(itertools.islice(filter(_is_made, batches), state.done.batches))
         end = sum(len(batch) or 1 for batch in first)
-        tally = functools.reduce(Tally.plus, map(Tally.of, first), NOTHING)
+        tally = total(map(Tally.of, first))
         ranges = ((0, end),) if end else ()
         return Completed(ranges, len(first), tally, earlier=state.done.earlier)
 
@@ -179,9 +163,6 @@ class Epoch:
         """Note that its iterator has begun it, and the epoch that the sampler has now.
 
         Some samplers count on when they are exhausted, which may be already.
-
-        Args:
-            iterator: As the attribute.
         """
         self.iterator = iterator
         self.sampler_epoch = epoch_of(self._spec.index_sampler)
@@ -200,7 +181,6 @@ class Epoch:
         return self.base_seed
 
     def _origin(self) -> Origin:
-        """What a record of this epoch belongs to."""
         return Origin(self._spec.batched, length_of(self._spec.dataset))
 
     def size(self) -> int | None:
@@ -240,7 +220,7 @@ class Epoch:
             return IndexBatches(readers.source, readers.again, self.progress.requested)
         try:
             if spec.replay is not None or state is not None:
-                source = self._source(state, indices)
+                source = self._source(state)
                 begin = lambda: source  # noqa: E731
         finally:
             if self._default is not None:
@@ -253,12 +233,8 @@ class Epoch:
         self._state = self._default = None
         return IndexBatches(begin, again, self.progress.requested)
 
-    def _source(self, state: LoaderState | None, indices: Iterator[Any] | None = None) -> Source:
-        """The remaining batches, of the epoch or of the one in which a state was taken.
-
-        Args:
-            indices: A new ``iter(sampler)``; None: the sampler is asked for one.
-        """
+    def _source(self, state: LoaderState | None) -> Source:
+        """The remaining batches, of the epoch or of the one in which a state was taken."""
         spec = self._spec
         if spec.replay is not None:
             recorded = (Recurring.of(*pair) for pair in spec.replay.batches(self.number))
@@ -271,11 +247,7 @@ class Epoch:
         return self._drawn(self.draw.redraw(self.draw.taken()))
 
     def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[Batch]]) -> Source:
-        """The remaining batches of the epoch in which a state was taken.
-
-        Args:
-            drawn: Returns all batches, given whether samplers get their states again.
-        """
+        """The same; ``drawn`` returns all batches, given whether samplers get their states again."""
         spec, done = self._spec, state.done
         for restores in self._restores:
             left = remaining_batches(drawn(restores), done, spec.mixes_batches, spec.drop_last)
@@ -294,10 +266,7 @@ class Epoch:
         source = self._source(state)
         before = itertools.islice(source.items, count)
         made = before if source.make is None else map(_tried(source.make), before)
-        if (
-            functools.reduce(Tally.plus, map(Tally.of, filter(_is_made, made)), NOTHING)
-            != self.progress.drawn()
-        ):
+        if total(map(Tally.of, filter(_is_made, made))) != self.progress.drawn():
             raise RuntimeError(
                 "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
                 "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
@@ -305,7 +274,6 @@ class Epoch:
         return source
 
     def _from_start(self, indices: Iterator[Any]) -> Source:
-        """All batches."""
         sampler = self._spec.index_sampler
         if type(sampler) is InterleavedRanks:  # torch iterates over this rank's own sampler
             indices = iter(sampler)
@@ -320,7 +288,6 @@ class Epoch:
         return self._drawn(indices)
 
     def _drawn(self, indices: Iterator[Any]) -> Source:
-        """All batches, from ``iter(sampler)``."""
         spec, may_die = self._spec, isinstance(indices, GeneratorType)
         ahead = drawn_ahead(spec.index_sampler, spec.batched)
         if ahead > 1 and type(indices) in _PLAIN_ITERATORS:
@@ -449,14 +416,11 @@ class EpochPosition:
     def open(
         self, spec: SamplingSpec, *, done: Completed | None = None, persists: bool = False
     ) -> tuple[Epoch, dict[str, Any] | None]:
-        """Begin the next epoch.
+        """Begin the next epoch; returns it, and the states that the datasets of new workers start with, or None.
 
         Args:
             done: The complete part of the resumed epoch, if the loaded state does not know it.
             persists: The iterator of the last epoch continues.
-
-        Returns:
-            The epoch, and the states that the datasets of new workers start with, or None.
         """
         sampler, loaded, last = spec.index_sampler, self._pending(), self.last
         begin = functools.partial(Epoch, spec, prefetches_next=self._may_predict())
@@ -487,21 +451,17 @@ class EpochPosition:
     def _readers(
         self, spec: SamplingSpec, loaded: LoaderState | None, last: Epoch | None
     ) -> EpochReaders:
-        """The readers in the epoch that begins.
-
-        Args:
-            last: The epoch before it, if the copies of the dataset stay.
-        """
+        """The readers in the epoch that begins, after ``last`` if the copies of the dataset stay."""
         resumed = None if loaded is None else loaded.readers
-        if resumed is not None and loaded is not None and not loaded.finished:
+        goes_on = loaded is not None and not loaded.finished
+        if resumed is not None and loaded is not None and goes_on:
             kept = sum(resumed["each"][i]["state"] is not None for i in spec.own_readers)
-            goes_on = kept and not spec.rereads
-            way = f"go on from {kept} states of the dataset" if goes_on else "read it again"
+            has_states = kept and not spec.rereads
+            way = f"go on from {kept} states of the dataset" if has_states else "read it again"
             log(f"epoch {loaded.epoch} is resumed: {len(spec.own_readers)} readers {way}")
         if loaded is None and last is not None and last.readers is not None:
             resumed = last.readers.between_epochs()
-        goes_on = loaded is not None and not loaded.finished
-        readers = self._made_readers(spec, resumed, goes_on)
+        readers = _made_readers(spec, resumed, goes_on)
         of_dataset, sets_epoch = _dataset_epoch(spec.dataset), _sets_epoch(spec.dataset)
         if sets_epoch and not goes_on and self._chosen is not None:
             readers.set_epoch = self._chosen
@@ -514,19 +474,6 @@ class EpochPosition:
                 readers.set_epoch, readers.is_told = last.readers.set_epoch, True
         self._dataset_epoch = of_dataset
         return readers
-
-    def _made_readers(
-        self, spec: SamplingSpec, resumed: dict[str, object] | None, goes_on: bool = False
-    ) -> EpochReaders:
-        return EpochReaders(
-            spec.readers,
-            spec.own_readers,
-            spec.batch_size or 1,
-            in_turn=spec.order == "strict",
-            persist=spec.persists_datasets,
-            resumed=resumed,
-            goes_on=goes_on,
-        )
 
     def _next(self, sampler: object, persists: bool) -> tuple[int, int]:
         """Number and ``drawn_epoch`` of the next epoch, which starts at its beginning."""
@@ -548,12 +495,9 @@ class EpochPosition:
         vars(self).update(last=epoch, _number=epoch.number, _sampler_epoch=of_sampler, _chosen=None)
 
     def begin_again(self, spec: SamplingSpec, epoch: Epoch) -> Epoch | None:
-        """Begin an epoch again, if ``set_epoch`` has chosen another one since; None if it has not.
+        """Begin an iterator's epoch again, if ``set_epoch`` has chosen another one since; None if it has not.
 
         A resumed epoch stays what the state says. The order is drawn again as it was the first time.
-
-        Args:
-            epoch: The iterator's. If it is not the last one, another iterator has begun since.
         """
         again, sampler = self.last, spec.index_sampler
         last = again and (again.replaces or again)
@@ -572,8 +516,8 @@ class EpochPosition:
         )
         other.dataset_states, other.replaces = last.dataset_states, last
         if last.readers is not None:
-            plain = self._readers_instead(spec, last.readers, chosen)
-            other.readers = self._made_readers(spec, plain)
+            plain = _readers_instead(spec, last.readers, chosen)
+            other.readers = _made_readers(spec, plain)
             self._dataset_epoch = _dataset_epoch(spec.dataset)
         self._begin(other, sampler)
         return other
@@ -586,13 +530,6 @@ class EpochPosition:
         # The copies of a stream also get the number that would have come by itself.
         has_it = readers is None or readers.set_epoch == chosen or not _sets_epoch(spec.dataset)
         return None if chosen == self._number and has_it and not is_moved else chosen
-
-    def _readers_instead(
-        self, spec: SamplingSpec, readers: EpochReaders, chosen: int
-    ) -> dict[str, Any]:
-        """The readers of the epoch that begins in place of another one, which may have read ahead, as plain data."""
-        set_epoch = chosen if _sets_epoch(spec.dataset) else None
-        return {**readers.at_start(), "set_epoch": set_epoch}
 
     def _state_instead(self, spec: SamplingSpec) -> LoaderState | None:
         """The state of the epoch that the next batch begins in place of the last one; None if it does not."""
@@ -608,7 +545,7 @@ class EpochPosition:
             signature(spec, SamplerState(spec)),
             *(chosen, False, drawn, None if states is None else states.to_plain()),
             *(last.base_seed, chosen),
-            readers=None if readers is None else self._readers_instead(spec, readers, chosen),
+            readers=None if readers is None else _readers_instead(spec, readers, chosen),
         )
 
     def state(self, spec: SamplingSpec) -> dict[str, Any]:
@@ -649,13 +586,10 @@ class EpochPosition:
         ).to_plain()
 
     def load(self, spec: SamplingSpec, state: object, copies: int) -> None:
-        """Set the state that the next iterator resumes.
+        """Set the state that the next iterator resumes; TypeError, ValueError: it is none, or another loader's.
 
         Args:
             copies: Number of copies of the dataset that the loader's workers have.
-
-        Raises:
-            TypeError, ValueError: It is no state, or belongs to another loader.
         """
         loaded = LoaderState.opened(state, spec, SamplerState(spec), copies)
         if loaded.stands_for_all:
@@ -682,6 +616,25 @@ class EpochPosition:
         if (loaded := self._pending()) is not None:
             progress.earlier = loaded.counted
         return progress.coverage()
+
+
+def _made_readers(
+    spec: SamplingSpec, resumed: dict[str, object] | None, goes_on: bool = False
+) -> EpochReaders:
+    return EpochReaders(
+        spec.readers,
+        spec.own_readers,
+        spec.batch_size or 1,
+        in_turn=spec.order == "strict",
+        persist=spec.persists_datasets,
+        resumed=resumed,
+        goes_on=goes_on,
+    )
+
+
+def _readers_instead(spec: SamplingSpec, readers: EpochReaders, chosen: int) -> dict[str, Any]:
+    """The readers of the epoch that begins in place of another one, which may have read ahead, as plain data."""
+    return {**readers.at_start(), "set_epoch": chosen if _sets_epoch(spec.dataset) else None}
 
 
 def _sets_epoch(dataset: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from minato._support.text import type_name
 from minato.sampling.dealing import Part, PlainState, Stage, check_owned, of_all_ranks, without_rank
-from minato.sampling.progress import NOTHING, Completed, Tally, merged_ranks
+from minato.sampling.progress import Completed, merged_ranks, total
 from minato.sampling.resume import DIVIDING, check_family, check_parts
 
 __all__ = ["merge_states"]
@@ -56,11 +56,7 @@ def _streams(state: PlainState) -> bool:
 
 
 def _by_rank(states: list[PlainState], same_step: bool) -> dict[int, PlainState]:
-    """The states by rank, ascending.
-
-    Raises:
-        ValueError: They are not of all ranks.
-    """
+    """The states by rank, ascending; ValueError: they are not of all ranks."""
     found: dict[int, PlainState] = {}
     total = 0
     for state in states:
@@ -120,11 +116,7 @@ def _check_alike(
 
 
 def _shared_facts(state: PlainState) -> PlainState:
-    """What the states of all ranks have in common.
-
-    Raises:
-        ValueError: A part of the state is missing or damaged.
-    """
+    """What the states of all ranks have in common; ValueError: a part of the state is missing or damaged."""
     check_parts(state)
     facts, dealing = state["loader"], state["loader"].get("dealing")
     shared = {name: value for name, value in facts.items() if name not in _OWN_FACTS}
@@ -165,10 +157,7 @@ def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
     if running:
         done = [state["done"] for state in running]
         for name in ("delivered", "skipped"):
-            total = NOTHING
-            for part in done:
-                total = total.plus(Tally(*part[name]))
-            merged["done"][name] = list(total)
+            merged["done"][name] = list(total(part[name] for part in done))
         merged["done"]["batches"] = sum(part["batches"] for part in done)
     return merged
 
@@ -193,18 +182,14 @@ def _stage(by_rank: dict[int, PlainState]) -> Stage:
         first: int = by_rank[rank]["loader"]["dealing"]["first"]
         return first
 
-    parts, tallies = [], [Tally(0, 0), Tally(0, 0)]
+    parts, done = [], [state["done"] for state in by_rank.values()]
     for first, ranks in itertools.groupby(by_rank, pool_of):
         together = [by_rank[rank] for rank in ranks]
-        done = [state["done"] for state in together]
         whole = merged_ranks(
-            Completed(tuple(map(tuple, each["ranges"])), 0, Tally(*each["delivered"]))
-            for each in done
+            Completed(tuple(map(tuple, each["done"]["ranges"]))) for each in together
         )
-        for each in done:
-            pairs = zip(tallies, (each["delivered"], each["skipped"]), strict=True)
-            tallies = [tally.plus(Tally(*more)) for tally, more in pairs]
         count = together[0]["loader"]["dealing"]["together"]
         parts.append(Part(first, count, whole.ranges))
     size = by_rank[0]["loader"]["dealing"]["batch_size"]
-    return Stage(len(by_rank), size, tuple(parts), tallies[0], tallies[1])
+    delivered, skipped = (total(each[name] for each in done) for name in ("delivered", "skipped"))
+    return Stage(len(by_rank), size, tuple(parts), delivered, skipped)

@@ -13,7 +13,7 @@ from minato._support.hashes import index_hash
 from minato._support.items import item_of
 from minato.errors import CoverageError, Postponed, not_the_end, warn
 from minato.observe.lateness import InOrderLateness, Lateness
-from minato.sampling.readers import EpochReaders
+from minato.sampling.readers import EpochReaders, merged
 from minato.sampling.replay import OrderRecord
 from minato.sampling.samplers import Batch, Recurring, unmarked
 
@@ -28,6 +28,7 @@ __all__ = [
     "Tally",
     "merged_ranks",
     "remaining_batches",
+    "total",
 ]
 
 _MODULUS = 1 << 64
@@ -65,6 +66,11 @@ class Tally(NamedTuple):
 NOTHING = Tally(0, 0)
 
 
+def total(tallies: Iterable[tuple[int, int]]) -> Tally:
+    """Return the sum of tallies."""
+    return functools.reduce(Tally.plus, (Tally(*each) for each in tallies), NOTHING)
+
+
 class BatchPart(NamedTuple):
     """The samples of one batch: ranges of their ordinals, their number, and the sum of their hashes."""
 
@@ -79,8 +85,6 @@ class Completed(NamedTuple):
     Attributes:
         ranges: Ordinals ``[first, end)`` of the complete samples, ascending, with gaps between them.
         batches: Number of delivered batches.
-        delivered: Tally of the delivered indices.
-        skipped: Tally of the skipped indices.
         earlier: Tally of what another number of ranks completed before.
     """
 
@@ -99,10 +103,6 @@ class Completed(NamedTuple):
     def expected(self) -> Tally:
         """Tally of all complete indices."""
         return self.delivered.plus(self.skipped)
-
-    def extended(self, numbers: Iterable[tuple[int, int]]) -> Ranges:
-        """Return the ranges with more of them, given as for :meth:`placed`."""
-        return _merged([*self.ranges, *self.placed(numbers)])
 
     def placed(self, numbers: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return ranges of ordinals, for ranges of numbers that count from 0 in the remaining samples only."""
@@ -125,17 +125,6 @@ class Completed(NamedTuple):
 _NONE_COMPLETE = Completed()
 
 
-def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges ``[first, end)`` in ascending order, those that touch joined."""
-    found: list[tuple[int, int]] = []
-    for first, end in sorted(item for item in ranges if item[0] < item[1]):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((first, end))
-    return tuple(found)
-
-
 class Outgoing:
     """A batch on its way from ``next()`` to the training loop, or the error of one.
 
@@ -143,8 +132,6 @@ class Outgoing:
     and the next call gives it again. So it is recorded later: by the next call, or when somebody asks.
 
     Attributes:
-        batch: The batch, until it is given.
-        error: What is raised in its place; None: nothing is.
         is_pinned: Whether the batch, or its error, is that of the copy to pinned memory.
         is_given: Whether the training loop has it.
         records: Functions that record the batch. Each may be called again, without effect.
@@ -160,10 +147,8 @@ class Outgoing:
 
     @classmethod
     def of_error(cls, error: Exception) -> Outgoing:
-        """What is given in place of a batch that cannot be opened."""
-        if isinstance(error, StopIteration):
-            error = not_the_end("what the batch is made of", error)
-        return cls(error=error)
+        """What is given in place of a batch that cannot be made or opened."""
+        return cls(error=not_the_end("what the batch is made of", error))
 
     def give(self) -> Any:
         """Return the batch, or raise its error, where no signal is handled: not in the main thread."""
@@ -178,13 +163,8 @@ class Outgoing:
 
 
 class _Recorder:
-    """What records batches once the training loop has them.
-
-    Attributes:
-        last: The last batch on its way to the training loop, until it is recorded.
-    """
-
     last: Outgoing | None = None
+    """The last batch on its way to the training loop, until it is recorded."""
 
     def settle(self) -> None:
         """Record the last batch, if the training loop has it."""
@@ -228,19 +208,13 @@ class Progress(_Recorder):
     """Follows the indices of one epoch from the sampler to the delivered batches.
 
     Args:
-        epoch: Number of the epoch.
         done: The part that an earlier run completed.
 
     Attributes:
-        epoch: The same.
-        finished: Whether the epoch has ended.
         is_padding: Whether the last batch stands for one that this rank lacks.
         held_by: What keeps samples or batches that the engine gave: the epoch does not end with the last of them.
-        batches: Number of batches delivered in this run.
-        record: Records the order of the batches; None without ``Record``.
         length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
         part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
-        readers: Those of an iterable dataset, or None.
         earlier: Tallies of what other ranks delivered and skipped before, if this rank counts it.
     """
 
@@ -301,20 +275,13 @@ class Progress(_Recorder):
                 lateness.asked(len(indices) or 1, number)
 
     def returns(
-        self,
-        positions: list[int] | range,
-        start: int,
-        num_slow: int = 0,
+        self, positions: list[int] | range, start: int, num_slow: int = 0
     ) -> Callable[[], None]:
-        """Note the batch that ``next()`` is about to return.
+        """Note the batch that ``next()`` is about to return; a function that notes it as delivered, once.
 
         Args:
             positions: Of its samples, in the order in which batches were drawn; negative without a sample.
             start: Position of the first sample of the epoch.
-            num_slow: Number of slow samples in the batch.
-
-        Returns:
-            A function that notes it as delivered. A second call changes nothing.
         """
         if self.record is not None:
             self.record.delivered([position - start for position in positions], self.batches)
@@ -323,11 +290,7 @@ class Progress(_Recorder):
     def together(
         self, batches: Iterable[Sequence[Callable[[], object]]]
     ) -> list[Callable[[], object]]:
-        """Return the records of several batches as those of one.
-
-        Args:
-            batches: The records of each, among them what :meth:`returns` gave for it.
-        """
+        """Return the records of several batches, what :meth:`returns` gave among them, as those of one."""
         others: list[Callable[[], object]] = []
         positions, first, num_slow = list[int](), 0, 0
         for records in batches:
@@ -347,11 +310,7 @@ class Progress(_Recorder):
         number: int | None = None,
         num_slow: int = 0,
     ) -> None:
-        """Note a delivered batch.
-
-        Args:
-            number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
-        """
+        """Note a delivered batch: the next one, or that of a number in this run, which counts once."""
         if number is None:
             number = self.batches
         if self._lateness is not None:
@@ -373,7 +332,7 @@ class Progress(_Recorder):
         if end - first == len(numbers):  # the usual case
             ranges: Ranges = ((first, end),)
         else:
-            ranges = _merged((number, number + 1) for number in numbers)
+            ranges = (*merged((number, number + 1) for number in numbers),)
         before, self._reported = self._reported, Tally(*self._arrivals.delivered)
         return BatchPart(self._before.placed(ranges), *self._reported.minus(before))
 
@@ -476,7 +435,7 @@ class Progress(_Recorder):
         requested = Tally(*arrivals.asked).minus(Tally(*arrivals.dropped))
         delivered, skipped = Tally(*arrivals.delivered), Tally(*arrivals.skipped)
         outstanding = requested.minus(delivered).minus(skipped)
-        requested = functools.reduce(Tally.plus, self.earlier, requested)
+        requested = total([requested, *self.earlier])
         delivered, skipped = map(Tally.plus, (delivered, skipped), self.earlier)
         return Coverage(self.epoch, requested, delivered, skipped, outstanding)
 
@@ -487,7 +446,7 @@ class Progress(_Recorder):
         ranges: Ranges = ()
         if self.readers is None:
             numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
-            ranges = self._before.extended(numbers)
+            ranges = (*merged([*self._before.ranges, *self._before.placed(numbers)]),)
         return Completed(
             ranges,
             self._before.batches + self.batches,
@@ -499,12 +458,9 @@ class Progress(_Recorder):
 class RankProgress(_Recorder):
     """Counts the batches that one rank gets. The rank that runs the workers counts those of the whole epoch.
 
-    Args:
+    Attributes:
         length: Number of batches that this rank gets in the whole epoch.
         before: Batches of earlier runs, where an epoch is resumed; None: the epoch begins.
-
-    Attributes:
-        length, before: The same.
         finished: Whether the rank got all its batches, and the end of the epoch.
     """
 
@@ -529,11 +485,7 @@ class RankProgress(_Recorder):
         return self._got[1]
 
     def handed(self, part: BatchPart, number: int | None = None) -> None:
-        """Count a batch that the program gets.
-
-        Args:
-            number: Of the batch, from 0 on in the epoch; a second count of it changes nothing. None: the next one.
-        """
+        """Count a batch that the program gets: the next one, or that of a number in the epoch, which counts once."""
         count, batches, total = self._got
         if number is None or number == batches:
             ranges, *tally = part  # a plain tuple from another process
@@ -548,15 +500,11 @@ class RankProgress(_Recorder):
         """Return what this rank got in the epoch, in this run and earlier ones."""
         self.settle()
         count, batches, tally = self._got
-        return Completed(_merged(self._ranges[:count]), batches, tally)
+        return Completed((*merged(self._ranges[:count]),), batches, tally)
 
 
 def merged_ranks(parts: Iterable[Completed]) -> Completed:
-    """Return what several ranks got together.
-
-    Raises:
-        ValueError: Two ranks got the same sample, or go on after different states.
-    """
+    """Return what several ranks got together; ValueError: two got the same sample, or go on after different states."""
     parts = list(parts)
     earlier = {part.earlier for part in parts}
     if len(earlier) > 1:
@@ -565,13 +513,13 @@ def merged_ranks(parts: Iterable[Completed]) -> Completed:
             "ranks, or in each the state that it saved"
         )
     ranges = [pair for part in parts for pair in part.ranges]
-    together = _merged(ranges)
+    together = (*merged(ranges),)
     if _count(together) != _count(ranges):
         raise ValueError(
             "the states that were loaded hold samples that two ranks have had, so that they are not of one run: load "
             "in each rank the state that it saved, all at the same step"
         )
-    tally = functools.reduce(Tally.plus, (part.delivered for part in parts), NOTHING)
+    tally = total(part.delivered for part in parts)
     batches = sum(part.batches for part in parts)
     return Completed(together, batches, tally, earlier=next(iter(earlier), NOTHING))
 
@@ -587,7 +535,6 @@ def remaining_batches(
 
     Args:
         batches: All batches of indices; in place of one that has none, its error.
-        done: The complete part of the epoch.
         mixes: Samples may take places in other batches than their own. Then the remaining indices are divided into new
             batches, of the sizes of those not delivered. Otherwise whole batches remain.
         drop_last: Whether to drop a new batch that is too small because of skipped samples.

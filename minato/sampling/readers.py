@@ -13,7 +13,7 @@ import struct
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from minato._core.segment import Memory, anonymous_file
 from minato._support.items import item_of, key_of
 from minato.sampling.samplers import Source
 
-__all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots"]
+__all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots", "merged"]
 
 _LAST = 1 << 60
 """An ordinal after all others."""
@@ -52,16 +52,13 @@ class ReaderBoard:
     missing: batches of an abandoned epoch may still run.
 
     Args:
-        buffer: Writable memory; zeros are an empty board.
-        offset: Where its ``nbytes(count)`` start; a multiple of 8.
-        count: Number of readers.
+        buffer: Writable memory; zeros are an empty board. Its ``nbytes(count)`` start at ``offset``, a multiple of 8.
     """
 
     def __init__(self, buffer: Memory, offset: int, count: int) -> None:
         self._words = SharedWords(buffer, offset, _WORDS * count + 2)
         self.count = count
-        self.slot = 0
-        """Of the epoch whose words count."""
+        self.slot = 0  # of the epoch whose words count
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -82,18 +79,13 @@ class ReaderBoard:
     def begin(
         self, slot: int, set_epoch: int | None, goes_on: bool = False, is_told: bool = False
     ) -> None:
-        """Begin an epoch: nothing is read, nothing has ended.
-
-        Args:
-            set_epoch, goes_on, is_told: What the methods of these names return.
-        """
+        """Begin an epoch: nothing is read, nothing has ended. The methods of these names return the arguments."""
         self.slot = slot
         for i in range(_WORDS * self.count + 2):
             self._words.store(i, 0)
         if set_epoch is not None:
-            self._store(
-                _WORDS * self.count, slot, 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
-            )
+            signed = 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
+            self._store(_WORDS * self.count, slot, signed)
         if goes_on or is_told:
             self._store(_WORDS * self.count + 1, slot, goes_on + 2 * is_told)
 
@@ -109,11 +101,7 @@ class ReaderBoard:
         return self._load(_WORDS * reader, self.slot) or 0
 
     def end(self, reader: int, slot: int | None = None) -> int | None:
-        """The ordinal at which a reader has ended; None: it has not.
-
-        Args:
-            slot: Of an epoch; None: ``slot``.
-        """
+        """The ordinal at which a reader has ended, in this epoch by default; None: it has not."""
         found = self._load(_WORDS * reader + 1, self.slot if slot is None else slot)
         return None if found is None else found >> 1
 
@@ -174,13 +162,8 @@ class ReaderBoard:
         self._store(_WORDS * reader + 5, slot, 1)
 
     def has_jumped(self, reader: int, slot: int | None = None) -> bool:
-        """Whether a reader has left ordinals out, because an exception ended a batch.
-
-        Args:
-            slot: Of an epoch; None: ``slot``.
-        """
-        found = self._load(_WORDS * reader + 5, self.slot if slot is None else slot)
-        return found is not None
+        """Whether a reader has left ordinals out, because an exception ended a batch; in this epoch by default."""
+        return self._load(_WORDS * reader + 5, self.slot if slot is None else slot) is not None
 
     def note_before(self, reader: int, slot: int, ordinal: int) -> None:
         """Set what ``before`` returns in an epoch."""
@@ -206,7 +189,6 @@ class ReaderState:
         generators: The states of its three global generators; None: they follow from its seed.
         before: The same before ``iter()`` was called in this epoch; None: they follow from its seed.
         digest: Checksum of the items before.
-        ended: Whether the reader has ended there.
     """
 
     ordinal: int = 0
@@ -221,12 +203,8 @@ class ReaderState:
 class StateSlots:
     """The latest states of all readers, in a file without a name that hosts write and the training process reads.
 
-    A host keeps the newest state that is not after what was delivered, from which a resumed run goes on, and a newer
-    one, which takes its place once what precedes it was delivered.
-
-    Args:
-        readers: Number of readers.
-        depth: Number of states that are kept of each, 2 or more.
+    Of each reader a host keeps ``depth`` states, 2 or more: the newest that is not after what was delivered, from which
+    a resumed run goes on, and newer ones, which take its place once what precedes them was delivered.
     """
 
     def __init__(self, readers: int, depth: int) -> None:
@@ -274,7 +252,6 @@ class StateSlots:
         return [None if each is None else each[0] for each in found]
 
     def _header(self, reader: int, i: int, slot: int) -> tuple[int, int] | None:
-        """Ordinal and size in bytes of a state; None: there is none."""
         place = self._region(reader, i) * _HEADER.size
         header = os.pread(self._descriptor, _HEADER.size, place)
         if len(header) < _HEADER.size:
@@ -286,12 +263,9 @@ class StateSlots:
         """The newest state of a reader in an epoch that is not after an ordinal; None: there is none."""
         found = ((self._header(reader, i, slot), i) for i in range(self.depth))
         usable = [(*each, i) for each, i in found if each is not None and each[0] <= ordinal]
-        if not usable:
-            return None
-        return self._read(reader, max(usable)[2], slot)
+        return self._read(reader, max(usable)[2], slot) if usable else None
 
     def _read(self, reader: int, i: int, slot: int) -> Any:
-        """A state of a reader in an epoch; None: there is none."""
         header = self._header(reader, i, slot)
         if header is None:
             return None
@@ -315,8 +289,6 @@ class _Drawn(NamedTuple):
 
     Attributes:
         number: Of its first item in this run.
-        reader: Whose items these are.
-        ordinals: Of the items, in ranges.
         following: The ordinal from which on nothing of the reader is asked for then …
         ahead: … and the ranges from there on that are done already, the first one last.
     """
@@ -328,7 +300,6 @@ class _Drawn(NamedTuple):
     ahead: tuple[tuple[int, int], ...]
 
     def keys(self) -> list[int]:
-        """The keys of the items."""
         base = key_of(self.reader, 0)
         if len(self.ordinals) == 1:
             only = self.ordinals[0]
@@ -345,8 +316,7 @@ class _Known:
         start: The state from which the epoch goes on here; None: from its beginning.
         following, ahead: As of the last batch that was drawn.
         end: Where the reader has ended, if an earlier run has delivered everything before.
-        has_jumped: Whether it has left ordinals out in an earlier run.
-        delivered_before: The ordinal after all that earlier runs have delivered.
+        has_jumped, delivered_before: Of earlier runs, as on the board.
     """
 
     done: Ranges = field(default_factory=list)
@@ -385,17 +355,13 @@ class EpochReaders:
     """The readers in one epoch: it draws their batches, and knows what each has delivered.
 
     Args:
-        count: Number of readers, of all ranks.
         own: The numbers of this rank's readers; nothing is known of the others.
-        size: Number of items in a batch.
         in_turn: The readers take turns, as torch's workers do; otherwise the one with the least work is next.
         persist: Whether the copies of the dataset stay for the next epoch.
         resumed: Result of ``to_plain``, which the epoch resumes; or of ``between_epochs``, with which it begins.
         goes_on: Whether it resumes it.
 
     Attributes:
-        board: What the hosts say of the readers.
-        state_of: Returns states that the hosts have sent.
         set_epoch: With which ``set_epoch`` of each copy of the dataset is called first; None: it is not.
         is_told: It was for an epoch before: only for readers that did not begin then.
         prefix: Returns the number of the first item of this run that is not done.
@@ -516,7 +482,6 @@ class EpochReaders:
         return Source(itertools.chain(repeated, self._draw()))
 
     def _follow(self, received: int) -> Source:
-        """The batches of the only reader after the first ``received`` ones."""
         assert self._base is not None
         board, size, base = self.board, self._size, self._base
 
@@ -551,7 +516,7 @@ class EpochReaders:
         return own[(own.index(reader) + 1) % len(own)]
 
     def _complete(self) -> None:
-        """Do what follows from the last batch that was drawn; again, if an interruption came before the end."""
+        """Do what follows from the last batch that was drawn, unless that is done."""
         last = self._last
         if last is None:
             return
@@ -580,13 +545,16 @@ class EpochReaders:
 
     # ---- what is done
 
+    def _all_drawn(self) -> list[_Drawn]:
+        return [*self._log, *([] if self._last is None else [self._last])]
+
     def _prune(self) -> None:
         """Move drawn batches that are wholly done from the log to what is known of their readers."""
         log, prefix = self._log, self.prefix()
         while log and log[0].number + self._size <= prefix:
             drawn = log[0]
             known = self._known[drawn.reader]
-            known.done = _merged(known.done, [(one.start, one.stop) for one in drawn.ordinals])
+            known.done = merged([*known.done, *((one.start, one.stop) for one in drawn.ordinals)])
             self._done_turn = self._after(drawn.reader)
             self.board.note_delivered(drawn.reader, _first_missing(known.done))
             log.popleft()
@@ -600,7 +568,7 @@ class EpochReaders:
         if self._base is not None:
             end = self.board.end(0)
             return [] if end is None else [one for one in numbers if one + self._base >= end]
-        for drawn in [*self._log, *([] if self._last is None else [self._last])]:
+        for drawn in self._all_drawn():
             end = self.board.end(drawn.reader)
             if end is None:
                 continue
@@ -611,11 +579,7 @@ class EpochReaders:
         return found
 
     def news(self, is_over: bool) -> str | None:
-        """A sentence about readers that the user should know, each once; None: there is none.
-
-        Args:
-            is_over: Whether the epoch is.
-        """
+        """A sentence about readers that the user should know, each once; None: there is none."""
         alike = self.board.alike() if self.count > 1 and -1 not in self._told else 0
         if alike > 1:
             self._told.add(-1)
@@ -666,29 +630,24 @@ class EpochReaders:
     def to_plain(self, checks: bool = True) -> dict[str, Any]:
         """The state in the middle of an epoch as plain data, apart from the results of ``state_dict()``.
 
-        In place of the readers of other ranks there is None.
-
-        Args:
-            checks: Whether what ``state_dict()`` raises is raised; otherwise it takes the place of the state.
-
-        Raises:
-            Exception: Raised by the ``state_dict()`` of a dataset or its iterator.
+        In place of the readers of other ranks there is None. What ``state_dict()`` raises is raised, or with
+        ``checks=False`` takes the place of the state.
         """
         prefix, beyond = self.prefix(), self.beyond()
-        turn, log = self._done_turn, [*self._log, *([] if self._last is None else [self._last])]
+        turn = self._done_turn
         done = [known.done for known in self._known]
         if self._base is not None:
             base = self._base
             ranges = [(base, base + prefix), *((base + one, base + one + 1) for one in beyond)]
-            done = [_merged(done[0], [pair for pair in ranges if pair[0] < pair[1]])]
-        for drawn in log:
+            done = [merged(done[0] + ranges)]
+        for drawn in self._all_drawn():
             if drawn.number + self._size <= prefix:
                 turn = self._after(drawn.reader)
             numbers = [i for i in beyond if drawn.number <= i < drawn.number + self._size]
             numbers += range(drawn.number, min(prefix, drawn.number + self._size))
             ordinals = [one for each in drawn.ordinals for one in each]
             ranges = [(ordinals[i - drawn.number], ordinals[i - drawn.number] + 1) for i in numbers]
-            done[drawn.reader] = _merged(done[drawn.reader], ranges)
+            done[drawn.reader] = merged(done[drawn.reader] + ranges)
         each: list[Any] = [None] * self.count
         for reader in self.own:
             ranges, end = done[reader], self.board.end(reader)
@@ -721,7 +680,6 @@ class EpochReaders:
 
 
 def _plain(done: Ranges, end: int | None, state: object, jumped: bool = False) -> dict[str, Any]:
-    """What is known of a reader, as plain data."""
     return {"done": [list(pair) for pair in done], "end": end, "state": state, "jumped": jumped}
 
 
@@ -731,15 +689,15 @@ def _opened(state: object) -> Any:
     return ReaderState(**state) if isinstance(state, dict) else None
 
 
-def _merged(ranges: Ranges, more: Ranges) -> Ranges:
-    """Ranges and further ones, which may be among them already, ascending, with gaps between them."""
-    merged: Ranges = []
-    for first, end in sorted([*ranges, *more]):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges ``[first, end)`` in ascending order; those that touch or overlap joined, empty ones dropped."""
+    found: Ranges = []
+    for first, end in sorted(item for item in ranges if item[0] < item[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
         else:
-            merged.append((first, end))
-    return merged
+            found.append((first, end))
+    return found
 
 
 def _first_missing(done: Ranges) -> int:

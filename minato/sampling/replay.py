@@ -61,11 +61,10 @@ class OrderRecord:
         self._size += self._write({**head, "batched": origin.batched, "length": origin.length})
 
     def requested(self, indices: Sequence[Any], occurrences: list[int] | None, batch: int) -> None:
-        """Number the indices of a batch that the sampler yields.
+        """Number the indices of a batch that the sampler yields; a batch that was numbered before stays as it is.
 
         Args:
             occurrences: How often each of them came before in the epoch; None: none did.
-            batch: Its number; a batch that was numbered before stays as it is.
 
         Raises:
             TypeError: An index is neither an integer nor a string.
@@ -81,11 +80,7 @@ class OrderRecord:
         self._requested, self._requested_batches = end, batch + 1
 
     def delivered(self, numbers: list[int], batch: int) -> None:
-        """Record a batch, given the numbers of the indices at its places.
-
-        Args:
-            batch: Its number, in this run; a batch that was recorded before is not recorded again.
-        """
+        """Record a batch, given the numbers of the indices at its places, once."""
         if batch < self._written_batches:
             return
         found = (self._waiting.get(number) for number in numbers)
@@ -154,9 +149,7 @@ class _Epoch:
 
 
 class RecordedOrder:
-    """Reads a file that ``OrderRecord`` wrote.
-
-    It is read twice: at once, to check it, and batch by batch during the replay.
+    """Reads a file that ``OrderRecord`` wrote: at once, to check it, and batch by batch during the replay.
 
     Raises:
         ValueError: It is no such file; the message names the file and the line.
@@ -224,11 +217,7 @@ class RecordedOrder:
         return ValueError(f"{self._path}, line {number}: {why}")
 
     def seed(self, epoch: int) -> int:
-        """Return the seed of the epoch's samples.
-
-        Raises:
-            ValueError: The file does not hold the epoch, or not to its end.
-        """
+        """Return the seed of the epoch's samples; ValueError: the file does not hold it, or not to its end."""
         found = self._epochs.get(epoch)
         if found is None:
             raise ValueError(
@@ -242,11 +231,7 @@ class RecordedOrder:
         return found.seed
 
     def check(self, epoch: int, origin: Origin) -> None:
-        """Check that an epoch belongs to a loader.
-
-        Raises:
-            ValueError: It does not, or the file does not hold it.
-        """
+        """Raise ValueError if an epoch does not belong to a loader, or the file does not hold it."""
         self.seed(epoch)
         found = self._epochs[epoch]
         if found.origin.batched != origin.batched:

@@ -22,8 +22,8 @@ from minato._compat import ExceptionWrapper
 from minato._support.objects import attribute, facts_of, is_exactly, length_of
 from minato._system import rank_and_ranks
 from minato.errors import warn
-from minato.sampling.dealing import Part, PlainState, Stage, check_same_step
-from minato.sampling.progress import NOTHING, Completed, Tally
+from minato.sampling.dealing import PlainState, Stage, check_same_step
+from minato.sampling.progress import NOTHING, Completed, Tally, total
 from minato.sampling.readers import ReaderState
 from minato.sampling.samplers import (
     DRAWS_AT_FIRST,
@@ -33,6 +33,7 @@ from minato.sampling.samplers import (
     SamplingSpec,
     at_epoch,
     dealing_of,
+    drawn_apart,
     epoch_of,
     nested,
 )
@@ -107,10 +108,6 @@ class SamplerState:
 
     They are taken twice, as some samplers draw in ``iter(sampler)``, and others in the first ``next()`` of its result.
     If ``iter()`` cannot have drawn, the first states are dropped.
-
-    Attributes:
-        num_generators: Number of generators besides torch's default one.
-        num_stateful: Number of samplers with ``state_dict()``.
     """
 
     def __init__(self, spec: SamplingSpec) -> None:
@@ -148,13 +145,10 @@ class SamplerState:
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
     def redraw(self, state: dict[str, object], samplers: bool = True) -> Iterator[Any]:
-        """Return ``iter(sampler)`` with all states as they were; its next index is the first of the epoch.
+        """Return ``iter(sampler)`` with all states of :meth:`taken`; its next index is the first of the epoch.
 
         torch's default generator has its earlier state for the draws of the sampler, and its present one otherwise.
-
-        Args:
-            state: Result of :meth:`taken`.
-            samplers: Whether stateful samplers get their states.
+        ``samplers``: whether stateful samplers get their states.
         """
         self._state = state
         outside = torch.default_generator.get_state()
@@ -172,16 +166,12 @@ class SamplerState:
                 return iterator  # type: ignore[no-any-return]
             known = (*DRAWS_NOTHING, *DRAWS_AT_FIRST)
             once = all(is_exactly(sampler, known) for sampler in self._samplers)
-            return _isolated(iterator, torch.default_generator.get_state(), once)
+            return drawn_apart(lambda: iterator, _kept_torch(), once, _kept_torch)
         finally:
             torch.default_generator.set_state(outside)
 
     def opened(self, plain: PlainState) -> PlainState:
-        """Return the states that were written as plain data.
-
-        Raises:
-            ValueError: They do not fit these generators and samplers; the message names the part.
-        """
+        """Return the states that were written as plain data; ValueError: they do not fit, and which part."""
         state = copy.deepcopy(plain)
         epoch, samplers = plain.get("epoch"), plain.get("samplers")
         if not (epoch is None or isinstance(epoch, int)):
@@ -217,11 +207,7 @@ class SamplerState:
         return {"before_iter": own, "samplers": self._sampler_states()}
 
     def taken(self) -> dict[str, Any]:
-        """Return the states that were taken.
-
-        Raises:
-            Exception: ``state_dict()`` of a sampler or its iterator raised it.
-        """
+        """Return the states that were taken, or raise what ``state_dict()`` of a sampler or its iterator raised."""
         if self._error is not None:
             self._error.reraise()
         state = dict(self._state)
@@ -255,35 +241,12 @@ class SamplerState:
             sampler.load_state_dict(copy.deepcopy(state))
 
 
-def _isolated(iterator: Iterator[object], state: torch.Tensor, once: bool) -> Iterator[Any]:
-    """Yield an iterator's items; it has a state of torch's default generator of its own.
-
-    Args:
-        state: State of the generator for the first item.
-        once: The iterator uses the generator for its first item only.
-    """
-    while True:
-        outside = torch.default_generator.get_state()
-        torch.default_generator.set_state(state)
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        finally:
-            state = torch.default_generator.get_state()
-            torch.default_generator.set_state(outside)
-        yield item
-        if once:
-            yield from iterator
-            return
+def _kept_torch() -> Callable[[], object]:
+    return functools.partial(torch.default_generator.set_state, torch.default_generator.get_state())
 
 
-def _encoded(states: list[torch.Tensor | None] | None) -> list[str | None] | None:
-    """Return states of generators as strings."""
-    if states is None:
-        return None
-    known = (one is not None and base64.b64encode(one.numpy().tobytes()) for one in states)
-    return [one.decode() if one else None for one in known]
+def _encoded(state: torch.Tensor | None) -> str | None:
+    return None if state is None else base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def _damaged(name: str, value: object) -> ValueError:
@@ -314,12 +277,10 @@ class DatasetStates:
     """The states of all copies, as the training process knows them, and the worker whose batch comes next.
 
     Args:
-        count: Number of copies.
         persist: Whether the states at the end of an epoch are those at the start of the next: the workers stay.
         resumed: Result of ``to_plain``; the first epoch resumes it.
 
     Attributes:
-        each: The state of each worker's copy.
         next_worker: Number of the worker whose batch comes next in round-robin order.
         present: Without workers: returns the state of the only copy now, None before it has resumed.
     """
@@ -365,11 +326,7 @@ class DatasetStates:
             self.each[number] = state
 
     def between_epochs(self) -> dict[str, Any] | None:
-        """The states that the next epoch starts with, as plain data; None if it starts with fresh copies.
-
-        Raises:
-            Exception: Raised by the ``state_dict()`` of a worker's dataset.
-        """
+        """The states that the next epoch starts with, as ``to_plain``; None if it starts with fresh copies."""
         if not self._persist:
             return None
         return self._plain(0, [DatasetState(dataset=state.dataset) for state in self.each])
@@ -402,14 +359,11 @@ class LoaderState:
     """The state of a loader.
 
     Attributes:
-        loader: Facts that must be the same in the loader that saves the state and the one that loads it.
+        loader: The ``signature`` of the loader that saves it.
         epoch: Number of the epoch: the present one, or the last.
         finished: No epoch has begun, or the last one has ended.
-        draw: The states of generators and samplers, of ``SamplerState``.
         dataset_states: Result of ``DatasetStates``; None: a map-style dataset has none, or starts afresh.
-        base_seed: torch's draw for the workers.
-        drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from that seed.
-        done: The complete part of the epoch.
+        drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from ``base_seed``.
         readers: Result of ``EpochReaders.to_plain`` or ``between_epochs``; None: there are none, or they start afresh.
             Those of other ranks are there after they were loaded.
         earlier: What other numbers of ranks completed of the epoch before.
@@ -434,9 +388,8 @@ class LoaderState:
         dealing = self.loader.get("dealing")
         if not self.earlier or not dealing or dealing["rank"] != 0:
             return NOTHING, NOTHING
-        return _total(stage.delivered for stage in self.earlier), _total(
-            stage.skipped for stage in self.earlier
-        )
+        stages = self.earlier
+        return total(each.delivered for each in stages), total(each.skipped for each in stages)
 
     def to_plain(self) -> dict[str, Any]:
         """Return a copy as plain data, apart from the ``state_dict()`` of samplers and datasets."""
@@ -445,7 +398,7 @@ class LoaderState:
         del plain["stands_for_all"]
         plain["earlier"] = [stage.to_plain() for stage in self.earlier]
         for name in {"before_iter", "before_first"} & draw.keys():
-            draw[name] = _encoded(draw[name])
+            draw[name] = draw[name] and list(map(_encoded, draw[name]))
         if (readers := plain["readers"]) is not None:
             rank, ranks = plain["loader"]["ranks"]
             own = range(rank, len(readers["each"]), ranks)
@@ -464,8 +417,6 @@ class LoaderState:
         """Return a copy of plain data, if it is a state and belongs to a loader.
 
         Args:
-            spec: The loader's.
-            draw: Its generators and samplers.
             copies: Number of copies of the dataset that its workers have.
 
         Raises:
@@ -502,7 +453,7 @@ class LoaderState:
         if (done := found.get("done")) is not None:
             ranges = tuple((first, end) for first, end in done["ranges"])
             tallies = Tally(*done["delivered"]), Tally(*done["skipped"])
-            earlier = _total(pair for stage in stages for pair in (stage.delivered, stage.skipped))
+            earlier = total(pair for stage in stages for pair in (stage.delivered, stage.skipped))
             found["done"] = Completed(ranges, done["batches"], *tallies, earlier)
             if stages and spec.replay is not None:
                 raise ValueError(
@@ -517,11 +468,11 @@ class LoaderState:
 def _keep_share(found: _Plain, spec: SamplingSpec) -> None:
     """Make a state that of this rank, whatever readers it holds; the others are for their ranks to save.
 
-    Raises:
-        ValueError: The state does not hold all of this rank.
+    ValueError: It does not hold all of this rank.
     """
     facts, readers = found["loader"], found["readers"]
-    if readers is None and not found["finished"]:
+    is_about = found["finished"] if readers is None else len(readers["each"]) == spec.readers
+    if not is_about:
         raise ValueError(f"the state is damaged: it is not about {spec.readers} readers")
     theirs = facts.get("ranks")
     facts["ranks"] = list(spec.dealt)
@@ -529,10 +480,7 @@ def _keep_share(found: _Plain, spec: SamplingSpec) -> None:
         del found["done"]  # of other readers
     if readers is None:
         return
-    each, own = readers["each"], spec.own_readers
-    if len(each) != spec.readers:
-        raise ValueError(f"the state is damaged: it is not about {spec.readers} readers")
-    missing = [i for i in own if each[i] is None]
+    missing = [i for i in spec.own_readers if readers["each"][i] is None]
     if missing:
         rank, ranks = spec.dealt
         saved, count = theirs if _are_ranks(theirs) else (0, 1)
@@ -542,16 +490,8 @@ def _keep_share(found: _Plain, spec: SamplingSpec) -> None:
         )
 
 
-def _total(tallies: Iterable[tuple[int, int]]) -> Tally:
-    return functools.reduce(Tally.plus, (Tally(*each) for each in tallies), NOTHING)
-
-
 def _check_signature(theirs: PlainState, mine: PlainState) -> None:
-    """Raise ValueError if a state does not belong to a loader.
-
-    Args:
-        theirs, mine: Results of ``signature``; a merged state names no rank.
-    """
+    """Raise ValueError if a state does not belong to a loader, by their signatures; a merged state names no rank."""
     here, found = mine["dealing"] or {}, theirs.get("dealing") or {}
     is_merged = bool(found) and found.get("rank") is None
     if is_merged and not here:
@@ -619,11 +559,7 @@ def _warn_of_another_rank(theirs: list[int] | None, mine: list[int] | None) -> N
 
 
 def check_parts(plain: PlainState) -> Iterable[str]:
-    """Return the names of a state's parts.
-
-    Raises:
-        ValueError: One is missing or damaged; the message names it.
-    """
+    """Return the names of a state's parts; ValueError: one is missing or damaged, and which."""
     parts = {**_ALWAYS, **({} if plain.get("finished") is True else _UNFINISHED)}
     for name, fits in parts.items():
         if name not in plain:
@@ -708,6 +644,14 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and 0 <= value < _INT64
 
 
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def _is_int64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
 
@@ -723,14 +667,17 @@ def _are_each(value: object, fits: Callable[[Any], bool]) -> bool:
     )
 
 
-def _are_dataset_states(value: object) -> bool:
-    return value is None or _are_each(value, _is_dataset_state)
-
-
-def _is_dataset_state(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != vars(DatasetState()).keys():
+def _has(value: object, names: Iterable[str], **fits: Callable[[Any], bool]) -> bool:
+    """Whether a part of a state is a dictionary with these keys, some of whose values pass checks."""
+    if not isinstance(value, dict) or value.keys() != {*names, *fits}:
         return False
-    return _is_count(value["batches"])
+    return all(fit(value[name]) for name, fit in fits.items())
+
+
+def _are_dataset_states(value: object) -> bool:
+    return value is None or _are_each(
+        value, lambda each: _has(each, vars(DatasetState()), batches=_is_count)
+    )
 
 
 def _are_readers(value: object) -> bool:
@@ -750,18 +697,14 @@ def _are_ranks(value: object) -> bool:
 
 
 def _is_reader(value: object) -> bool:
-    if value is None:  # of another rank
-        return True
-    if not isinstance(value, dict) or value.keys() != {"done", "end", "state", "jumped"}:
-        return False
-    state, end = value["state"], value["end"]
-    is_state = state is None or (
-        isinstance(state, dict)
-        and state.keys() == vars(ReaderState()).keys()
-        and _is_count(state["ordinal"])
+    return value is None or _has(  # None: of another rank
+        value,
+        (),
+        done=_are_ranges,
+        end=lambda end: end is None or _is_count(end),
+        jumped=_is_bool,
+        state=lambda state: state is None or _has(state, vars(ReaderState()), ordinal=_is_count),
     )
-    is_end = (end is None or _is_count(end)) and isinstance(value["jumped"], bool)
-    return is_state and is_end and _are_ranges(value["done"])
 
 
 def _are_ranges(value: object) -> bool:
@@ -773,14 +716,8 @@ def _are_ranges(value: object) -> bool:
 
 
 def _is_done(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != set(Completed._fields) - {"earlier"}:
-        return False
-    return (
-        _is_count(value["batches"])
-        and _is_tally(value["delivered"])
-        and _is_tally(value["skipped"])
-        and _are_ranges(value["ranges"])
-    )
+    tallies = {"delivered": _is_tally, "skipped": _is_tally}
+    return _has(value, (), ranges=_are_ranges, batches=_is_count, **tallies)
 
 
 def _is_tally(value: object) -> bool:
@@ -790,50 +727,45 @@ def _is_tally(value: object) -> bool:
     return _is_count(samples) and isinstance(hashed, int) and 0 <= hashed < 2 * _INT64
 
 
-def _is_dealing(value: object) -> bool:
-    names = {"rank", "count", "first", "together", "deals", "batch_size", "order"}
-    if not isinstance(value, dict) or value.keys() != names:
+def _is_dealing(value: Any) -> bool:
+    counts = dict.fromkeys(("first", "together", "batch_size"), _is_count)
+    if not _has(value, ("rank", "count", "deals"), **counts, order=_is_dict):
         return False
     rank, count = value["rank"], value["count"]
-    counts = (value[name] for name in ("first", "together", "batch_size"))
     is_merged = rank is None and count is None
-    is_one = _is_count(rank) and _is_count(count) and rank < count <= _MOST_RANKS
-    return (
-        (is_merged or is_one) and all(map(_is_count, counts)) and isinstance(value["order"], dict)
-    )
+    return is_merged or (_is_count(rank) and _is_count(count) and rank < count <= _MOST_RANKS)
 
 
 def _are_stages(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_stage, value))
 
 
-def _is_stage(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != set(Stage._fields):
-        return False
+def _is_stage(value: Any) -> bool:
+    fits = {
+        "ranks": lambda ranks: _is_count(ranks) and 0 < ranks <= _MOST_RANKS,
+        "batch_size": lambda size: _is_count(size) and 0 < size <= _MOST_SAMPLES,
+        "parts": lambda parts: isinstance(parts, list),
+        **dict.fromkeys(("delivered", "skipped"), _is_tally),
+    }
     return (
-        all(_is_count(value[name]) and value[name] > 0 for name in ("ranks", "batch_size"))
-        and value["ranks"] <= _MOST_RANKS
-        and value["batch_size"] <= _MOST_SAMPLES
+        _has(value, Stage._fields, **fits)
         and (value["known"] is None or value["known"] in range(len(value["parts"])))
-        and isinstance(value["parts"], list)
         and all(_is_part(part, value["ranks"]) for part in value["parts"])
-        and _is_tally(value["delivered"])
-        and _is_tally(value["skipped"])
     )
 
 
-def _is_part(value: object, ranks: int) -> bool:
-    if not isinstance(value, dict) or value.keys() != set(Part._fields):
-        return False
-    first, together = value["first"], value["together"]
-    are_ranks = _is_count(first) and _is_count(together) and 0 < together <= ranks - first
-    return are_ranks and _are_ranges(value["ranges"])
+def _is_part(value: Any, ranks: int) -> bool:
+    fits = dict.fromkeys(("first", "together"), _is_count)
+    return (
+        _has(value, (), ranges=_are_ranges, **fits)
+        and 0 < value["together"] <= ranks - value["first"]
+    )
 
 
 _ALWAYS: dict[str, Callable[[Any], bool]] = {
     "epoch": _is_int64,
-    "finished": lambda value: isinstance(value, bool),
-    "draw": lambda value: isinstance(value, dict),
+    "finished": _is_bool,
+    "draw": _is_dict,
     "dataset_states": _are_dataset_states,
     "readers": _are_readers,
 }

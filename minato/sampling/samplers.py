@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 import random
@@ -63,6 +64,7 @@ __all__ = [
     "batch_maker",
     "dealing_of",
     "drawn_ahead",
+    "drawn_apart",
     "epoch_of",
     "in_epoch",
     "independent",
@@ -99,10 +101,7 @@ class SamplingSpec:
     until the garbage collector runs.
 
     Attributes:
-        streams: The dataset is iterable, so that its workers decide which samples come.
         index_sampler: Yields lists of indices, or single indices where the loader does not batch.
-        batched: ``index_sampler`` yields lists.
-        batch_size: As given to the loader; None without batches, or with a ``batch_sampler``.
         generator: The loader's, None for torch's default generator.
         order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
         mixes_batches: Samples may take places in other batches than their own.
@@ -110,12 +109,8 @@ class SamplingSpec:
         has_workers: Samples are loaded outside the main process or in other threads.
         predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
             of a sample does not depend on earlier samples.
-        replay: The order of the epochs in a file, in place of the sampler's, or None.
-        rank: Text that names this rank, if several share a pool, or None.
-        pooled: The ranks that share the pool, or None.
         readers: Number of readers of an iterable dataset, of all ranks; 0: it is map-style.
         dealt: Rank and number of ranks among which they are dealt.
-        persists_datasets: The copies of the dataset stay for the next epoch.
         rereads: A resumed epoch is read from its beginning, whatever state the dataset has.
         by_cost: The costs of samples decide how many of them make a batch.
     """
@@ -269,9 +264,7 @@ class RankSampler(DistributedSampler[int]):
     """torch's sampler for ranks. The loader sets its epoch, so that epochs differ without ``set_epoch``.
 
     Args:
-        data_source: Anything with a length.
         shuffle: Whether (seed, epoch) permutes the indices.
-        seed: The same in all ranks.
         drop_last: Whether indices that do not divide by the ranks are dropped; otherwise some are repeated.
     """
 
@@ -304,7 +297,6 @@ def sampler_at_rank(sampler: Any, rank: int) -> Any:
 
 
 def _own_generators(sampler: object, copies: dict[int, object]) -> dict[str, object]:
-    """Return copies of the generators that a sampler holds, and of the samplers that it draws from, by attribute."""
     found = dict[str, object]()
     for name, value in getattr(sampler, "__dict__", {}).items():
         if type(value) in _GENERATORS:
@@ -317,8 +309,11 @@ def _own_generators(sampler: object, copies: dict[int, object]) -> dict[str, obj
     return found
 
 
+Keep: TypeAlias = "Callable[[], Callable[[], object]]"
+"""Returns a function that gives default generators the states that they have now."""
+
+
 def _kept_states() -> Callable[[], None]:
-    """Return a function that gives the default generators the states that they have now."""
     of_torch, of_numpy = torch.default_generator.get_state(), np.random.get_state(legacy=False)
     of_python = random.getstate()
 
@@ -330,29 +325,36 @@ def _kept_states() -> Callable[[], None]:
     return restore
 
 
-def _drawn_apart(
-    sampler: Iterable[object], begin: Callable[[], object], once: bool
-) -> Iterator[object]:
-    """Yield from a sampler, which has states of the default generators of its own.
+def drawn_apart(
+    start: Callable[[], Iterator[object]],
+    begin: Callable[[], object],
+    once: bool,
+    keep: Keep = _kept_states,
+) -> Iterator[Any]:
+    """Yield from an iterator that has states of the default generators of its own.
 
     Args:
-        begin: Gives these the states from which it draws its order.
-        once: The sampler draws for its first item only.
+        start: Returns the iterator.
+        begin: Gives the generators the states from which it draws its order.
+        once: It draws for its first item only.
+        keep: Keeps the states of these generators; by default of all.
     """
     draw: Iterator[object] | None = None
+    ended = object()
     while True:
-        outside = _kept_states()
+        outside = keep()
         try:
             begin()
-            draw = iter(sampler) if draw is None else draw
-            found = [*itertools.islice(draw, 1)]
+            draw = start() if draw is None else draw
+            item = next(draw, ended)
         finally:
-            begin = _kept_states()
+            begin = keep()
             outside()
-        yield from found
+        if item is ended:
+            return
+        yield item
         if once:
             yield from draw
-        if once or not found:
             return
 
 
@@ -377,9 +379,10 @@ class InterleavedRanks:
         draws_nothing = all(is_exactly(each, DRAWS_NOTHING) for each in kinds)
         once = all(is_exactly(each, (*DRAWS_NOTHING, *DRAWS_AT_FIRST)) for each in kinds)
         begin: Callable[[], object] = int if draws_nothing else _kept_states()
+        starts = {rank: functools.partial(iter, sampler) for rank, sampler in samplers.items()}
         draws = [
-            iter(sampler) if draws_nothing or rank == own else _drawn_apart(sampler, begin, once)
-            for rank, sampler in samplers.items()
+            start() if draws_nothing or rank == own else drawn_apart(start, begin, once)
+            for rank, start in starts.items()
         ]
         texts = list[set[str]]()
         for number in itertools.count():
@@ -438,11 +441,7 @@ def _is_plain(sampler: object) -> bool:
 
 
 def redealt(index_sampler: Any, stages: Sequence[Stage], length: int | None, batched: bool) -> Any:
-    """Return a copy of a loader's sampler, or of those of several ranks, that divides what some stages have left.
-
-    Args:
-        length: Of the dataset.
-    """
+    """Return a copy of a loader's sampler, or of those of several ranks, that divides what some stages have left."""
     if type(index_sampler) is InterleavedRanks:
         own = redealt(index_sampler.sampler, stages, length, batched)
         return InterleavedRanks(own, index_sampler.ranks)
@@ -462,9 +461,6 @@ class Remaining:
 
     Each rank gets as many samples or batches as any other: the rest that does not divide is dropped, or filled up from
     the start of what is left, as the sampler does.
-
-    Args:
-        length: Of the dataset.
     """
 
     def __init__(self, dealing: Dealing, stages: Sequence[Stage], length: int | None) -> None:
@@ -488,11 +484,7 @@ class Remaining:
         return left if self._deals == BLOCKS else len(self._own(range(left)))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the indices, or the batches, of this rank.
-
-        Raises:
-            ValueError: The sampler does not yield the indices that the stages completed.
-        """
+        """Yield the indices, or the batches, of this rank; ValueError: the sampler yields others than before."""
         if self._deals == BATCHES:
             return map(list, self._all_batches()[self.rank :: self.num_replicas])
         order = list(self._undivided())
@@ -504,7 +496,6 @@ class Remaining:
         return iter(rest if self._deals == BLOCKS else self._own(rest))
 
     def _own(self, left: Sequence[object]) -> Sequence[object]:
-        """This rank's part of what is left."""
         count = self.num_replicas
         end = len(left) // count * count if self._drops else -(-len(left) // count) * count
         return [left[place % len(left)] for place in range(self.rank, end, count)]
@@ -516,7 +507,6 @@ class Remaining:
             raise ValueError(OTHER_INDICES) from None
 
     def _undivided(self) -> Iterable[object]:
-        """The order of the epoch before it is divided."""
         if self._deals == BLOCKS:
             return cast("Iterable[object]", self.sampler)
         alone = {"rank": 0, "num_replicas": 1}
@@ -616,11 +606,7 @@ def largest_batch(index_sampler: object, batched: bool) -> int:
 
 
 def independent(sampler: object, dataset: object) -> Any:
-    """Return a copy of a sampler, and of its generators; an epoch of the copy leaves the sampler as it is.
-
-    Raises:
-        ValueError: A sampler of another class than torch's and ours cannot be copied.
-    """
+    """Return a copy of a sampler and its generators: its epochs leave them as they are; ValueError: there is none."""
     if issubclass(type(sampler), (list, tuple, range)):
         return sampler
     if not is_exactly(sampler, (*DRAWS_NOTHING, *DRAWS_AT_FIRST)):
@@ -656,7 +642,6 @@ def with_own_epochs(*samplers: object) -> list[Any]:
 
 
 def _changed(sampler: Any, /, **values: object) -> Any:
-    """Return a copy of a sampler with other values of some attributes."""
     other = copy.copy(sampler)
     for name, value in values.items():
         setattr(other, name, value)
@@ -702,7 +687,6 @@ def batch_maker(
     """Return a function that makes the indices of a batch, in a list, of what a sampler yields.
 
     Args:
-        batched: It yields batches; otherwise each index is a batch of one.
         whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters, and
             reaches it as it is, with the attributes of a class of the program's own.
         divided: Why single indices are all that is kept of a batch; None: its container is kept.
@@ -791,6 +775,7 @@ class Source(NamedTuple):
         items: What the sampler yields for each batch. An interruption loses none of it, unless it ends the items.
         make: Makes a batch of it; None: it is one.
         may_die: Whether an interruption ends the items, as it ends a generator.
+        ahead: How many may be drawn together.
     """
 
     items: Iterator[Any]
@@ -852,8 +837,7 @@ class IndexBatches:
     def ahead(self, count: int) -> list[Drawn]:
         """Return the next ``count`` batches, fewer at the end.
 
-        Raises:
-            RuntimeError: The sampler was interrupted, and does not repeat what it has yielded.
+        RuntimeError: The sampler was interrupted, and does not repeat what it has yielded.
         """
         self._complete()
         while len(self._ahead) < count and self._draw():

@@ -35,7 +35,6 @@ class Transforms:
         names: Those of another list, of which these are a part; None: made here.
 
     Attributes:
-        steps: The transforms.
         names: A readable name of each, different from all others and from those of the other stages. Workers, reports,
             metrics, failures and slow samples all have these names.
     """
@@ -48,16 +47,13 @@ class Transforms:
 
     @classmethod
     def of(cls, transforms: Any) -> Transforms:
-        """Make the list from the argument ``transforms=``.
+        """Make the list from the argument ``transforms=``; TypeError: an element is not callable.
 
         Args:
-            transforms: ``None``; a list or tuple of callables; a plain container with a list
-                ``.transforms``; or one callable. Torchvision's two ``Compose``, at any depth, are replaced
-                by their transforms. Any other callable is one transform, whatever its name and
-                attributes are: a subclass, or the ``Compose`` of another library.
-
-        Raises:
-            TypeError: An element is not callable.
+            transforms: ``None``; a list or tuple of callables; a plain container with a list ``.transforms``; or one
+                callable. Torchvision's two ``Compose``, at any depth, are replaced by their transforms. Any other
+                callable is one transform, whatever its name and attributes are: a subclass, or the ``Compose`` of
+                another library.
         """
         if transforms is None:
             return cls()
@@ -207,8 +203,6 @@ class TransformingCollate:
 
 
 class _Inside:
-    """Calls a ``collate_fn`` with samples that went through the transforms."""
-
     def __init__(self, collate_fn: CollateFn) -> None:
         self.__qualname__ = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
         self.__self__ = getattr(collate_fn, "__self__", None)  # whose method it is

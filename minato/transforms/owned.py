@@ -50,9 +50,6 @@ _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "min
 class OwnedGenerators:
     """The generators that some objects own.
 
-    Args:
-        roots: Objects to search, by name.
-
     Attributes:
         generators: Generators that can be seeded for a sample, by path.
         others: Path and type of those that cannot.
@@ -210,11 +207,7 @@ class _KnownClass:
 
 
 class _Names:
-    """The global variables of a module that some functions name.
-
-    Attributes:
-        held: Of the module.
-    """
+    """The global variables of a module that some functions name."""
 
     def __init__(self, held: dict[str, object]) -> None:
         self.held = held
@@ -222,11 +215,9 @@ class _Names:
         self._harmless: dict[int, type] = {}  # types that values have had, by id
 
     def add(self, code: types.CodeType) -> None:
-        """Add the names in a function's code."""
         self._names += set(_names(code)).difference(self._names)
 
     def hold_nothing(self) -> bool:
-        """Whether none is a generator."""
         kinds = [*map(type, map(self.held.get, self._names))]
         if not self._harmless.keys() >= {*map(id, kinds)}:
             if any(issubclass(kind, _GENERATORS) for kind in kinds):
@@ -249,7 +240,6 @@ def _is_of_library(kind: type) -> bool:
 
 
 def _parts_of_class(kind: type) -> Iterable[Node]:
-    """Return generators in the attributes of a class, and in global variables that its functions name."""
     if _is_of_library(kind):
         return ()
     known = _known.get(id(kind))

@@ -78,14 +78,14 @@ _this_thread = _ThreadState()
 class SampleRandomness:
     """Binds a process's global generators, and the helpers of this module, to samples.
 
+    Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()`` keeps answering) and
+    use it from one thread.
+
     Args:
         base_seed: First input of ``sample_key``; counts modulo 2**64.
-        bind_globals: False in all threads but the main one, which share the global generators
-            with it: then only :func:`current` and the helpers are bound.
+        bind_globals: False in all threads but the main one, which share the global generators with it: then only
+            :func:`current` and the helpers are bound.
         owned: Other generators, bound like the global ones.
-
-    Create it in the process (after its ``torch.manual_seed``, whose seed ``torch.initial_seed()``
-    keeps answering) and use it from one thread.
     """
 
     def __init__(
@@ -148,8 +148,7 @@ class SampleRandomness:
 
         Args:
             epoch: Counts modulo 2**64.
-            key: The sample's index in the dataset; an integer, or anything that
-                :func:`index_hash` can turn into one.
+            key: The sample's index in the dataset: anything that :func:`index_hash` can turn into an integer.
             occurrence: Number of earlier uses of the key in the epoch.
         """
         _this_thread.binding = (self.base_seed, epoch, key, occurrence)
@@ -236,11 +235,7 @@ class SampleRandomness:
     def bound(
         self, epoch: int, key: object, occurrence: int, *, restores: bool
     ) -> AbstractContextManager[None]:
-        """Start a sample, as ``bind`` does, for a ``with`` block.
-
-        Args:
-            restores: Restore the generators and the binding after it.
-        """
+        """Start a sample, as ``bind`` does, for a ``with`` block; ``restores``: as ``saved`` after it."""
         return _Bound(self, (epoch, key, occurrence), restores)
 
     def kept(self) -> Callable[[], None]:
@@ -265,8 +260,6 @@ class SampleRandomness:
 
 
 class _Bound:
-    """Binds and restores generators for a ``with`` block."""
-
     __slots__ = ("_randomness", "_restore", "_restores", "_sample")
 
     def __init__(
@@ -333,9 +326,8 @@ def _next_seed(kind: int) -> int | None:
 def python_rng() -> random.Random:
     """Return a new ``random.Random`` for the current sample of this thread.
 
-    Each call within a sample starts an independent stream, a function of (seed, epoch, index) and
-    of the number of earlier calls in the sample. Outside of samples the generator is seeded from
-    the global one.
+    Each call within a sample starts an independent stream, a function of (seed, epoch, index) and of the number of
+    earlier calls in the sample. Outside of samples the generator is seeded from the global one.
     """
     seed = _next_seed(_PYTHON)
     return random.Random(random.getrandbits(64) if seed is None else seed)

@@ -167,8 +167,6 @@ class PythonInMemory(MemoryGenerator[float | None]):
 
 
 class PythonByCall(_ByCall[tuple[object, ...]]):
-    """The state of a ``random.Random``, through its methods."""
-
     def __init__(self, generator: random.Random, stream: int = PYTHON_STREAM) -> None:
         super().__init__(WORDS, stream)
         self._generator = generator
@@ -241,8 +239,6 @@ class NumpyInMemory(MemoryGenerator[None]):
 
 
 class NumpyByCall(_ByCall[bytes]):
-    """A legacy state of NumPy with any bit generator, by ``set_state``."""
-
     def __init__(self, generator: np.random.RandomState, stream: int = NUMPY_STREAM) -> None:
         self._generator = generator
         self._kind = type(bit_generator_of(generator))
@@ -318,7 +314,7 @@ def _pcg64_words(order: str, *numbers: int) -> bytes:
 
 
 def _pcg64_increment(stream: int) -> int:
-    """Return the increment of a stream, which separates its states from those of other streams; it must be odd."""
+    """Return the increment of a stream, which must be odd; streams have different states by it."""
     return stream << 64 | stream | 1
 
 
@@ -348,8 +344,6 @@ class BitsInMemory(MemoryGenerator[None]):
 
 
 class BitsByCall(_ByCall[bytes]):
-    """The state of any bit generator of NumPy, by its attribute ``state``."""
-
     def __init__(self, bits: object, stream: int) -> None:
         super().__init__(WORDS if type(bits) is np.random.MT19937 else 8, stream)
         self._bits: Any = bits

@@ -56,6 +56,13 @@ class Flawed:
         return index, torch.rand(2)
 
 
+class FlawedArrays(Flawed):
+    """The same, each an array."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(3, super().__getitem__(index)[0])
+
+
 class FlawedLists(Flawed):
     """The same, for a batch in one call."""
 
@@ -129,6 +136,13 @@ def test_skip_keeps_the_members_of_strict_batches(workers: dict[str, Any]) -> No
     given = [[], [0, 1], [*BAD], [2]]  # the first one is empty as with torch
     loader = DataLoader(Flawed(), batch_sampler=given, collate_fn=as_list, errors="skip", **workers)
     assert list(loader) == [[], [0, 1], [2]]
+
+
+@each
+def test_skip_of_samples_that_are_arrays(workers: dict[str, Any]) -> None:
+    """They answer ``==`` by an array."""
+    loader = DataLoader(FlawedArrays({3}, 6), 2, errors="skip", **workers)
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2], [4, 5]]
 
 
 @pytest.mark.parametrize("workers", WORKERS[1:], ids=["processes", "threads"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from minato._support.hashes import index_hash, key_hash
 from minato.errors import CoverageError
 from minato.sampling.progress import Completed, Progress, Tally, remaining_batches
+from minato.sampling.readers import merged
 
 
 def ordinals(ranges: Any) -> set[int]:
@@ -34,7 +35,8 @@ def test_ranges_grow_as_sets_do(data: Any) -> None:
         left = [ordinal for ordinal in range(60) if ordinal not in expected]
         numbers = data.draw(st.sets(st.integers(0, max(len(left) - 1, 0)))) if left else set()
         expected |= {left[number] for number in numbers}
-        done = Completed(done.extended([(number, number + 1) for number in sorted(numbers)]))
+        placed = done.placed([(number, number + 1) for number in sorted(numbers)])
+        done = Completed(tuple(merged([*done.ranges, *placed])))
         assert ordinals(done.ranges) == expected
         assert is_tidy(done.ranges)
         assert done.end == max(expected, default=-1) + 1
