@@ -117,7 +117,6 @@ def _is_torchs(value: object, module: ModuleType) -> bool:
 
 
 def _with_members(*parts: object) -> list[object]:
-    """Some classes and functions of torch, and the members of the classes."""
     found = [*parts]
     for part in parts:
         if isinstance(part, type):
@@ -130,7 +129,6 @@ def _fetcher_parts() -> list[object]:
 
 
 def _iterator_parts() -> list[object]:
-    """What torch's engine without workers uses."""
     single = dataloader._SingleProcessDataLoaderIter
     return _with_members(single, TorchDataLoader._get_iterator, TorchIterator._next_index)
 

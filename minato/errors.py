@@ -140,7 +140,6 @@ def shortened(error: E) -> E:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a check of arguments has raised an exception."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__") in _REFUSING
 

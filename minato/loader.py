@@ -739,12 +739,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
-        own = (
-            is_iterable(self),
-            index_sampler(self),
-            is_batched(self),
-            fetcher_is_replaced(),
-        )
+        own = is_iterable(self), index_sampler(self), is_batched(self), fetcher_is_replaced()
         parts = *_SPEC_PARTS(self), *own
         kept, spec = self._engines.spec
         is_kept = spec is not None and self._session is None and spec.sampling.dealt == self._dealt
@@ -779,7 +774,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             pooled=None if self._session is None else self._session.ranks,
             readers=self._num_readers(),
             dealt=self._dealt,
-            persists_datasets=persistent or self._reads_itself,
+            # The program's own dataset is iterated, with its generators, as torch does without workers.
+            persists_datasets=persistent or (self.num_workers == 0 and options.readers is None),
             rereads=options.readers is not None and options.readers.resume == "read",
             by_cost=self._cost_batches is not None,
         )
@@ -803,11 +799,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         )
 
     @property
-    def _reads_itself(self) -> bool:
-        """Whether the program's own dataset is iterated, with its generators, as torch does without workers."""
-        return self.num_workers == 0 and self._options.readers is None
-
-    @property
     def _dealt(self) -> tuple[int, int]:
         """Rank and number of ranks among which the readers of an iterable dataset are dealt."""
         readers = self._options.readers
@@ -818,10 +809,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if not is_iterable(self):
             return 0
         readers = self._options.readers
-        given = None if readers is None else readers.count
-        if given is None and readers is not None and readers.where == "main":
-            return 1
-        return max(int(self.num_workers), 1) if given is None else given
+        if readers is not None and (readers.count is not None or readers.where == "main"):
+            return readers.count or 1
+        return max(int(self.num_workers), 1)
 
     def _fresh_history(self) -> History:
         from minato.engine.history import History  # half of the scheduler
@@ -840,12 +830,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             # torch shards and seeds data pipes by its own protocol.
             if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
-            if self._options.observe.trace is not None:
-                self._refuse_data_pipes("observe=Observe(trace=...)")
-            if self._session is not None:
-                self._refuse_data_pipes("workers=SharedPool(...)")
-            if self._options.readers is not None:
-                self._refuse_data_pipes("readers=")
+            given = self._options.observe.trace, self._session, self._options.readers
+            features = "observe=Observe(trace=...)", "workers=SharedPool(...)", "readers="
+            for feature, value in zip(features, given, strict=True):
+                if value is not None:
+                    self._refuse_data_pipes(feature)
             return super()._get_iterator()
         parts = self._replaced_parts()
         if parts:
@@ -996,25 +985,24 @@ class _Epochs:
     def begin(self, loader: Any) -> Epoch:
         persists = not self._is_new and loader._iterator is not None
         if not self._is_new:
-            before, self._spec, self._engines = self._spec, loader._spec(), loader._engines
-            _check_dealt(before, self._spec)
+            old, self._spec, self._engines = (
+                self._spec.sampling.dealt,
+                loader._spec(),
+                loader._engines,
+            )
+            new = self._spec.sampling.dealt
+            if old != new:
+                raise RuntimeError(
+                    f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of "
+                    f"rank {old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call "
+                    "loader.close()"
+                )
             self._position = loader._position
         self._is_new = False
         return self._engines.epoch(self._spec, self._position, persists=persists)
 
     def again(self, epoch: Epoch) -> Epoch | None:
-        """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not."""
         return self._engines.again(self._spec, self._position, epoch)
-
-
-def _check_dealt(before: LoaderSpec, now: LoaderSpec) -> None:
-    """Raise RuntimeError if workers that stay host the readers of another rank."""
-    old, new = before.sampling.dealt, now.sampling.dealt
-    if old != new:
-        raise RuntimeError(
-            f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of rank "
-            f"{old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call loader.close()"
-        )
 
 
 class _Twin:

@@ -147,12 +147,6 @@ class Kind:
         return self._dict_of is not None or bool(self._slots)
 
     @property
-    def is_leaf(self) -> bool:
-        """Whether its instances hold nothing that a search looks at."""
-        holds = self.container is not None or self.has_attributes
-        return not holds and self.kind is not types.MethodType
-
-    @property
     def has_dict(self) -> bool:
         """Whether its instances have a ``__dict__``."""
         return self._dict_of is not None
@@ -412,7 +406,7 @@ class Search:
             self._look_at_class(kind.kind)
             if self._finds(kind):
                 self._wanted.add(key)
-            elif kind.is_leaf:
+            elif not (kind.container or kind.has_attributes or kind.kind is types.MethodType):
                 self._plain.add(key)
                 return None
         return kind

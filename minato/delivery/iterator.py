@@ -40,7 +40,14 @@ class BatchSource(Protocol):
         """Start an epoch, given the indices of each batch; False if batches prefetched for it were not its own."""
 
     def next(self) -> Outgoing:
-        """The next batch: the same one until it is given."""
+        """Wait for the next batch, or the error of a sample, and return it: the same one until it is given.
+
+        The handler of a signal may raise at any line: the next call goes on there.
+
+        Raises:
+            StopIteration: The epoch is over.
+            Exception: Not that of a batch: the next call is for the same one.
+        """
 
     def pinned(self, duration_ns: int) -> None:
         """Record how long it took to pin it."""
@@ -55,22 +62,16 @@ class BatchSource(Protocol):
         """End the workers."""
 
 
-class Layer:
-    """The part that sources share which make their batches of those of another source.
-
-    Attributes:
-        source: The other one.
-    """
+class Layer(BatchSource):
+    """The part that sources share which make their batches of those of another source."""
 
     def __init__(self, source: BatchSource) -> None:
         self.source = source
 
     def pinned(self, duration_ns: int) -> None:
-        """Record how long it took to pin a batch."""
         self.source.pinned(duration_ns)
 
     def pin_slots(self, locker: MemoryPinner) -> None:
-        """Keep the memory of batches in place."""
         self.source.pin_slots(locker)
 
     @property
@@ -79,11 +80,9 @@ class Layer:
         return list(getattr(self.source, "workers", ()))
 
     def stop(self) -> None:
-        """Have ``next()`` raise RuntimeError rather than wait for workers."""
         self.source.stop()
 
     def shut_down(self) -> None:
-        """End the workers."""
         self.source.shut_down()
 
 

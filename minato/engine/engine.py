@@ -16,6 +16,7 @@ from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
 from minato.delivery.device import Copier, Pin, PinCopier, PrefetchReader, device_copier
+from minato.delivery.iterator import BatchSource
 from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
@@ -56,7 +57,7 @@ _POSITIONS = 1 << 16
 """Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
 
 
-class Engine:
+class Engine(BatchSource):
     """Wires the stages of one loader together: it starts the workers and returns their batches.
 
     Args:
@@ -177,7 +178,6 @@ class Engine:
         return Observers(self._history.observers, own)
 
     def _starts_early(self) -> EarlyStart | None:
-        """The samples that start before those that precede them, if any may."""
         if not self.plan.worker.starts_early:
             return None
         history = self._history
@@ -260,11 +260,7 @@ class Engine:
     # ---- epochs and batches
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch, given the indices of each batch, and with the first one the workers.
-
-        Returns:
-            False if batches had been prefetched for this epoch and were not its own; they are dropped.
-        """
+        """Start an epoch and, with the first one, the workers."""
         self._pending_error = None  # of an epoch that was abandoned
         self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
@@ -315,18 +311,11 @@ class Engine:
             self._finalizer.detach()
 
     def next(self) -> Outgoing:
-        """Wait for the next batch, or the error of a sample, and return it: the same one until it is given.
-
-        The handler of a signal may raise at any line: the next call goes on there.
-
-        Raises:
-            StopIteration: The epoch is over.
-            Exception: Not that of a batch: the next call waits for the same one.
-        """
         outgoing = self._outgoing
         if outgoing is not None and outgoing.is_given:
-            self._settle()
-            outgoing = None
+            if self._progress is not None:
+                self._progress.settle()
+            self._outgoing = outgoing = None
         self.observers.enter()
         try:
             if outgoing is None:
@@ -339,12 +328,6 @@ class Engine:
             self.observers.fail()
             raise
         return outgoing
-
-    def _settle(self) -> None:
-        """Record the batch that the training loop has, and go on to the next one."""
-        if self._progress is not None:
-            self._progress.settle()
-        self._outgoing = None
 
     def _read(self, item: OpenBatch) -> Outgoing:
         try:
@@ -390,7 +373,10 @@ class Engine:
             self._prepare_workers(item)
             if self._prefetcher is not None:
                 self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
-            self._leave(item, used_bytes)
+            if self._failures is not None:
+                self._failures.finished += len(item.indices)
+            if self.observers:
+                self.observers.leave(item.num_samples, used_bytes, self._snapshot)
             item.is_prepared = True
         outgoing.records = item.records
         if self._progress is not None:
@@ -398,20 +384,11 @@ class Engine:
         self._dispatcher.returned(item)
 
     def _state_of(self, item: OpenBatch) -> list[Callable[[], object]]:
-        """The function that records the state of the dataset after a batch, if it came with one."""
         states = self.plan.worker.dataset_states
         if states is None or not self.ledger.describe(item.record).flags & (STATES | FAILED):
             return []
         state = self._reader.state(item.record)
         return [] if state is None else [functools.partial(states.update, *state)]
-
-    def _leave(self, item: OpenBatch, used_bytes: int) -> None:
-        """Tell the observers that ``next`` returns a batch, or its error."""
-        if self._failures is not None:
-            self._failures.finished += len(item.indices)
-        if self.observers:
-            samples = item.num_samples
-            self.observers.leave(samples, used_bytes, self._snapshot)
 
     def _prepare_workers(self, item: OpenBatch) -> None:
         """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
@@ -443,12 +420,10 @@ class Engine:
         )
 
     def pinned(self, duration_ns: int) -> None:
-        """Record the time in ns that pinning the last batch took."""
         self.observers.pinned(duration_ns)
 
-    def pin_slots(self, pinner: MemoryPinner) -> None:
-        """Pin the memory of batches, for a device that reads from there."""
-        self.arena.pin_slots(pinner)
+    def pin_slots(self, locker: MemoryPinner) -> None:
+        self.arena.pin_slots(locker)
 
     @property
     def workers(self) -> list[Any]:
@@ -465,7 +440,6 @@ class Engine:
         return [each for each in times if each[2] >= least_ns]
 
     def _update_threshold(self) -> None:
-        """Update the slow threshold, when enough samples have run since the last update."""
         now = now_ns()
         if now < self._costs_due_ns:
             return
@@ -524,7 +498,6 @@ def _copier(plan: Plan, arena: Arena, pin: Pin | None, tracer: Tracer) -> Copier
 
 
 def _shared_state(plan: Plan, history: History) -> SharedState:
-    """The memory that the workers share; all of them are active."""
     worker = plan.worker
     state = SharedState.create(
         num_workers=worker.most_workers + worker.reads_in_thread,

@@ -61,11 +61,7 @@ class RankSession(Protocol):
     def source(
         self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Any]
     ) -> BatchSource:
-        """The source of a new iterator's batches.
-
-        Args:
-            make_engine: ``EngineFactory.engine`` without ``spec``, ``epoch`` and ``make_reader``.
-        """
+        """The source of a new iterator's batches; ``make_engine``: :meth:`EngineFactory.engine` with history."""
 
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """The complete part, of all ranks, of the epoch that they resume; that of this rank if it starts no workers."""
@@ -222,7 +218,6 @@ class EngineFactory:
         return True
 
     def _tracked(self, engine: AnyEngine, arena: Arena, tracks: Tracks | None) -> AnyEngine:
-        """An engine that gives back its arena and its tracks."""
         # The next engine takes the arena, whose pages are warm, when no worker writes to it any more.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and tracks is not None:

@@ -23,6 +23,7 @@ from minato.batching.blobs import Kinds, SampleError, noted
 from minato.batching.collate import BatchBuilder
 from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
+from minato.delivery.iterator import BatchSource
 from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, base_seed_of
@@ -120,7 +121,7 @@ class _Activity:
         return Activity(self.samples, self.busy_ns, max(idle_ns, 0))
 
 
-class InlineEngine:
+class InlineEngine(BatchSource):
     """Runs the samples of one loader in the thread that calls ``next()``, batch by batch, in the sampler's order.
 
     Args:
@@ -200,7 +201,6 @@ class InlineEngine:
         self._finalizer = weakref.finalize(self, self._end)
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch, given the indices of each batch; True: no batch is prefetched for another one."""
         epoch.progress.come_in_order()
         self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
@@ -315,14 +315,6 @@ class InlineEngine:
             self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     def next(self) -> Outgoing:
-        """Make the next batch, or the error of a sample, and return it: the same one until it is given.
-
-        The handler of a signal may raise at any line: the next call goes on there.
-
-        Raises:
-            StopIteration: The epoch is over.
-            Exception: Not that of a batch: the next call makes the same one.
-        """
         batch = self._batch
         if batch is not None and batch.is_given:
             if self._progress is not None:
@@ -429,7 +421,6 @@ class InlineEngine:
             self._sample_tracer.flush()
 
     def _run(self, batch: _Batch) -> None:
-        """Run the samples of a batch and build it."""
         runner, fetcher, single = self._runner, self._fetcher, self._single
         if not self._is_entered:
             runner.enter(self._epoch.seed, looks=True)
@@ -559,7 +550,6 @@ class InlineEngine:
     def _run_singly(
         self, fetcher: Fetcher, position: int, indices: list[object]
     ) -> tuple[list[Any], BaseException | None]:
-        """Run samples one by one until one raises."""
         runner = self._runner
         number = self._number
         if fetcher.takes_lists:
@@ -648,7 +638,7 @@ class InlineEngine:
         runner.record_rows(indices, self._number, begun_ns)
         return made
 
-    def _build(self, batch: _Batch, samples: Any) -> None:
+    def _build(self, batch: _Batch, samples: object) -> None:
         """Have a batch hold its samples but those that are skipped, or the error of ``collate_fn``."""
         # No comparison by ``==``, which an array does not answer by one truth.
         if self._retry is not None and type(samples) is list and any(map(_is_skip, samples)):
@@ -675,7 +665,6 @@ class InlineEngine:
         self._give(batch, made, error)
 
     def _collate_error(self, batch: _Batch, samples: object, error: BaseException) -> BaseException:
-        """The exception that ``next()`` raises for that of ``collate_fn``."""
         indices = self._names(batch.given)
         name = f"the batch of {listed(indices)}"
         if isinstance(error, StopIteration):
@@ -693,7 +682,6 @@ class InlineEngine:
         return runner.collated(self._builder.collate, samples, bound)
 
     def _give(self, batch: _Batch, made: object, error: BaseException | None = None) -> None:
-        """Have a batch hold what was made, on its device, or its error."""
         if self._copier is not None and error is None:
             try:
                 made = self._copier.copy(self._builder.last_slot, lambda: made)
@@ -727,7 +715,6 @@ class InlineEngine:
         batch.is_prepared = True
 
     def _more_records(self, batch: _Batch, progress: Progress) -> list[Callable[[], object]]:
-        """All records of a batch with samples that are skipped or missing, or whose dataset has a state."""
         records = [*batch.records]
         if batch.skipped:
             records.insert(0, functools.partial(progress.skipped, list(batch.skipped), 0))
@@ -742,12 +729,10 @@ class InlineEngine:
         return LoaderSnapshot(1, 0, 0, 1, self._builder.nbytes, self.plan.budget_bytes)
 
     def pinned(self, duration_ns: int) -> None:
-        """Record the time in ns that pinning the last batch took."""
         self.observers.pinned(duration_ns)
 
-    def pin_slots(self, pinner: MemoryPinner) -> None:
-        """Pin the memory of batches, for a device that reads from there."""
-        self.arena.pin_slots(pinner)
+    def pin_slots(self, locker: MemoryPinner) -> None:
+        self.arena.pin_slots(locker)
 
     def stop(self) -> None:
         """Do nothing: ``next()`` runs the samples itself."""
@@ -812,7 +797,6 @@ def _transformed(runner: Runner, read: Read, transforms: Transforms, index: obje
 
 
 def _reads_in_flight(plan: WorkerPlan) -> InFlight:
-    """The reads of the training loop itself."""
     dataset, options = plan.pipeline.dataset, plan.fetching
     memory = np.zeros(SharedReadLimit.nbytes(1), np.uint8)
     return InFlight(

@@ -215,7 +215,8 @@ class Inspector:
     def slow_samples(self) -> SlowSamples:
         """See ``DataLoader.slow_samples``."""
         self._refuse_attached("slow_samples()")
-        return SlowSamples.of(self._history, self._position.lateness())
+        last = self._position.last
+        return SlowSamples.of(self._history, last.progress.lateness if last else Lateness())
 
     def coverage(self) -> Coverage:
         """See ``DataLoader.coverage``."""

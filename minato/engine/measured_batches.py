@@ -90,7 +90,6 @@ class _Joined:
             self._is_inside = True
 
     def leave(self, samples: int, nbytes: int, snapshot: Callable[[], LoaderSnapshot]) -> None:
-        """The source gives a sample."""
         self._snapshot = snapshot
         self._nbytes += nbytes
 
@@ -131,14 +130,12 @@ class MeasuredBatches(Layer):
         source.observers = self._observers
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch."""
         self._waiting, self._batch, self._num_arrived = [], None, 0
         self._progress = epoch.progress
         epoch.progress.held_by.add(_HOLDER)
         return self.source.begin(epoch, batches)
 
     def next(self) -> Outgoing:
-        """The next batch, or the error of one: the same one until it is given. StopIteration: the epoch is over."""
         batch, progress = self._batch, self._progress
         assert progress is not None
         if batch is not None and batch.is_given:
@@ -260,7 +257,6 @@ class MeasuredBatches(Layer):
         return ordered[first:end]
 
     def _made(self, members: list[_Waiting]) -> _Batch:
-        """A batch of samples that wait, or the error of ``collate_fn``."""
         assert self._progress is not None
         batch = _Batch(members)
         batch.records = self._progress.together([each.records for each in members])
@@ -271,6 +267,5 @@ class MeasuredBatches(Layer):
         return batch
 
     def shut_down(self) -> None:
-        """End the workers."""
         self._waiting, self._batch = [], None
         super().shut_down()

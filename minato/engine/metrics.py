@@ -11,7 +11,7 @@ from minato._core.codes import Activity
 from minato._system import CpuUsage
 from minato.batching.arena import DeviceTimes
 from minato.observe.meters import CostStats, Meters, SlowSample
-from minato.observe.observers import Counts, Metrics
+from minato.observe.observers import Counts, Metrics, MetricsSource
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
@@ -27,7 +27,7 @@ _LOOK_SHARE = 200
 
 
 @dataclass(kw_only=True)
-class EngineMetrics:
+class EngineMetrics(MetricsSource):
     """The counters of an engine's parts.
 
     It must not refer to the engine or its loader, because the epoch log keeps it until their end.
@@ -60,7 +60,6 @@ class EngineMetrics:
             self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (thread_time_ns() - began_ns))
 
     def metrics(self) -> Metrics:
-        """All counters and histograms now."""
         self.costs.update(self.meters)
         counts = Counts()
         if self.failures is not None:
@@ -75,11 +74,9 @@ class EngineMetrics:
 
     @property
     def stands_still(self) -> bool:
-        """Whether nothing changes between two epochs."""
         return self.window is None
 
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """``(samples, ns)`` of each stage; any thread may call it, because it only reads shared memory."""
         stages = zip(*([each.source, *each.steps] for each in self.meters), strict=True)
         return tuple(
             (sum(each.count for each in stage), sum(each.total for each in stage))
@@ -87,7 +84,6 @@ class EngineMetrics:
         )
 
     def quick_counts(self) -> dict[str, int]:
-        """Times of all workers, deaths, and failures as of the latest batch; any thread may call it."""
         activity, failures = self.activity, self.failures
         busy_ns = idle_ns = 0
         for worker in range(len(self.meters)):
@@ -102,14 +98,11 @@ class EngineMetrics:
         }
 
     def slowest(self) -> list[SlowSample]:
-        """The slowest samples of each worker."""
         return [sample for meters in self.meters for sample in meters.slowest.read()]
 
     def decision(self) -> ThresholdDecision:
-        """The latest decision on which samples are slow."""
         return self.slow_threshold.decision
 
     @property
     def held_by_budget(self) -> bool:
-        """Whether the memory budget keeps more batches from being opened."""
         return self.window is not None and self.window.held_by_budget

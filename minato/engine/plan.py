@@ -219,7 +219,6 @@ def _readers(spec: LoaderSpec, epoch: Epoch, in_main_process: bool, order: Order
 
 
 def _pipeline(spec: LoaderSpec) -> Pipeline:
-    """The pipeline of a loader, with its cache after the dataset."""
     dataset, transforms, sampling = spec.dataset, spec.transforms, spec.sampling
     if spec.cache is not None:
         from minato.engine.caching import CachedDataset, behind
@@ -254,7 +253,6 @@ def _refuse_single_samples(options: Options) -> None:
 
 
 def _default_budget_bytes(options: Options) -> int:
-    """The default limit of the batches in flight in all loaders of this process together, in bytes."""
     # A pool that the ranks of a node share loads for all of them.
     ranks = 1 if options.shared_pool else local_ranks()
     with explaining_limits("read how much memory is available"):

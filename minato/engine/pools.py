@@ -38,7 +38,7 @@ def make_pool(
 
         return ActorPool(state, context, recovery, plan.options.actor_options)
     if work.seeds_samples:
-        rng_memory.probe_generators()
+        rng_memory.found_in_memory()  # not in each forked worker
     method = starts.get_start_method()
     if method == "forkserver":
         preload_in_server(run_worker_process.__module__)
@@ -80,7 +80,6 @@ class CopiedObjects(Observer):
         self._batches = 0
 
     def leave(self, *_: object) -> None:
-        """``next()`` returns a batch."""
         self._batches += 1
         if self._batches in _AFTER_BATCHES and not CopiedObjects.warned:
             with suppress(Exception):

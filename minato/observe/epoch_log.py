@@ -262,7 +262,6 @@ class EpochLog(Observer):
         return total
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        """An epoch begins; an unfinished one is abandoned."""
         self._settle()
         if source is not self._measured:
             self._forget_source()
@@ -277,19 +276,16 @@ class EpochLog(Observer):
         self._current = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
 
     def started(self) -> None:
-        """The workers of the epoch have started."""
         if self._current is not None:
             calls = self._current.calls
             calls.left_ns = now_ns()
             calls.wall_ns = self._current.start_ns = calls.left_ns - calls.began_ns
 
     def enter(self) -> None:
-        """``next()`` is called."""
         if self._current is not None:
             self._current.calls.enter(now_ns())
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """``next()`` returns a batch."""
         record = self._current
         if record is None or record.calls.leave(now_ns(), samples, nbytes):
             return
@@ -306,7 +302,6 @@ class EpochLog(Observer):
             calls.is_wanted, self._loader = False, state
 
     def fail(self) -> None:
-        """``next()`` raises."""
         record = self._current
         if record is None:
             return
@@ -317,13 +312,11 @@ class EpochLog(Observer):
             calls.wall_ns = now - calls.began_ns
 
     def pinned(self, duration_ns: int) -> None:
-        """A batch was copied to pinned memory, after ``next()`` of the engine."""
         if self._current is not None:
             self._current.calls.left_ns = now_ns()
             self._current.pinned_ns += duration_ns
 
     def waited_for_ranks(self, duration_ns: int) -> None:
-        """The training loop has waited for other ranks, after ``next()`` of the engine."""
         if self._current is not None:
             calls = self._current.calls
             calls.left_ns = now_ns()
@@ -331,7 +324,6 @@ class EpochLog(Observer):
             self._current.ranks_ns += duration_ns
 
     def finish(self) -> None:
-        """The epoch ends, in a call of ``next()``."""
         if self._current is not None:
             calls = self._current.calls
             calls.wall_ns = now_ns() - calls.began_ns
@@ -339,7 +331,6 @@ class EpochLog(Observer):
             self._settle()
 
     def end(self, source: MetricsSource) -> None:
-        """The engine ends that has this source, and with it its epoch."""
         if source is self._source:
             self._settle()
         if source is self._measured:

@@ -185,8 +185,7 @@ def left_batches(
 def check_same_step(state: PlainState, *, batches: bool) -> None:
     """Raise ValueError if the state of one rank does not say what the others had, each as many batches.
 
-    Args:
-        batches: Whether the ranks' batches may be of different sizes, if the sampler says which.
+    ``batches``: whether the ranks' batches may be of different sizes, if the sampler says which.
     """
     dealing, done = state["loader"]["dealing"], state.get("done") or {"ranges": []}
     rank, ranks = dealing["rank"], dealing["count"]

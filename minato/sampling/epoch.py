@@ -18,7 +18,6 @@ from minato._core import spread_seed
 from minato._support.objects import attribute, length_of, takes_lists
 from minato._support.values import plain as plain_value
 from minato.errors import Postponed, log
-from minato.observe.lateness import Lateness
 from minato.sampling.progress import (
     Completed,
     Coverage,
@@ -603,10 +602,6 @@ class EpochPosition:
         # So that a later set_epoch() of the sampler is noticed whatever its number.
         if _set_seeded(spec.index_sampler, loaded.epoch):
             self._sampler_epoch = epoch_of(spec.index_sampler)
-
-    def lateness(self) -> Lateness:
-        """By how many batches the samples of the last epoch differ from the sampler's order."""
-        return self.last.progress.lateness if self.last else Lateness()
 
     def coverage(self) -> Coverage:
         """The coverage of the last epoch's indices."""

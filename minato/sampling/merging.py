@@ -176,8 +176,6 @@ def _merged_indices(by_rank: dict[int, PlainState]) -> PlainState:
 
 
 def _stage(by_rank: dict[int, PlainState]) -> Stage:
-    """What the ranks completed together."""
-
     def pool_of(rank: int) -> int:
         first: int = by_rank[rank]["loader"]["dealing"]["first"]
         return first

@@ -430,11 +430,16 @@ class EpochReaders:
 
     def at_start(self) -> dict[str, Any]:
         """The state before the first item of the epoch, which begins at its beginning, as plain data."""
+        return self._beginning(self.starts(), self.set_epoch)
+
+    def _beginning(
+        self, starts: Sequence[ReaderState | None], set_epoch: int | None = None
+    ) -> dict[str, Any]:
         each: list[Any] = [None] * self.count
         for reader in self.own:
-            start = self._known[reader].start
+            start = starts[reader]
             each[reader] = _plain([], None, None if start is None else vars(start))
-        return {"turn": 0, "set_epoch": self.set_epoch, "each": each}
+        return {"turn": 0, "set_epoch": set_epoch, "each": each}
 
     @staticmethod
     def alone(dataset: object) -> dict[str, Any]:
@@ -616,16 +621,13 @@ class EpochReaders:
         """The state with which the next epoch starts, as plain data; None: with fresh copies of the dataset."""
         if not self._persist:
             return None
-        each: list[Any] = [None] * self.count
+        starts: list[ReaderState | None] = [None] * self.count
         for reader in self.own:
-            state = self._known_state(reader, _LAST)
-            kept = None
-            if state is not None:
+            if (state := self._known_state(reader, _LAST)) is not None:
                 # A reader that only waited for the end of others has not begun from where it starts.
                 drawn = state.before if state.generators is None else state.generators
-                kept = vars(ReaderState(0, state.dataset, before=drawn))
-            each[reader] = _plain([], None, kept)
-        return {"turn": 0, "set_epoch": None, "each": each}
+                starts[reader] = ReaderState(0, state.dataset, before=drawn)
+        return self._beginning(starts)
 
     def to_plain(self, checks: bool = True) -> dict[str, Any]:
         """The state in the middle of an epoch as plain data, apart from the results of ``state_dict()``.

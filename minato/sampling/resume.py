@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -85,9 +85,7 @@ def is_stateful(thing: object) -> bool:
     The weights of a module are not the state of its data, and a class has no state.
     """
     state_dict = attribute(thing, "state_dict")
-    if state_dict is None:
-        return False
-    if issubclass(type(thing), (type, torch.nn.Module)):
+    if state_dict is None or issubclass(type(thing), (type, torch.nn.Module)):
         return False
     if not callable(state_dict) or not callable(attribute(thing, "load_state_dict")):
         return False
@@ -656,7 +654,7 @@ def _is_int64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
 
 
-def _are_each(value: object, fits: Callable[[Any], bool]) -> bool:
+def _are_each(value: object, fits: Callable[[object], bool]) -> bool:
     """Whether a part of a state is about each of several that take turns."""
     return (
         isinstance(value, dict)
@@ -667,7 +665,7 @@ def _are_each(value: object, fits: Callable[[Any], bool]) -> bool:
     )
 
 
-def _has(value: object, names: Iterable[str], **fits: Callable[[Any], bool]) -> bool:
+def _has(value: object, names: Iterable[str], **fits: Callable[[Any], bool]) -> TypeGuard[_Plain]:
     """Whether a part of a state is a dictionary with these keys, some of whose values pass checks."""
     if not isinstance(value, dict) or value.keys() != {*names, *fits}:
         return False
@@ -727,7 +725,7 @@ def _is_tally(value: object) -> bool:
     return _is_count(samples) and isinstance(hashed, int) and 0 <= hashed < 2 * _INT64
 
 
-def _is_dealing(value: Any) -> bool:
+def _is_dealing(value: object) -> bool:
     counts = dict.fromkeys(("first", "together", "batch_size"), _is_count)
     if not _has(value, ("rank", "count", "deals"), **counts, order=_is_dict):
         return False
@@ -740,7 +738,7 @@ def _are_stages(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_stage, value))
 
 
-def _is_stage(value: Any) -> bool:
+def _is_stage(value: object) -> bool:
     fits = {
         "ranks": lambda ranks: _is_count(ranks) and 0 < ranks <= _MOST_RANKS,
         "batch_size": lambda size: _is_count(size) and 0 < size <= _MOST_SAMPLES,
@@ -754,7 +752,7 @@ def _is_stage(value: Any) -> bool:
     )
 
 
-def _is_part(value: Any, ranks: int) -> bool:
+def _is_part(value: object, ranks: int) -> bool:
     fits = dict.fromkeys(("first", "together"), _is_count)
     return (
         _has(value, (), ranges=_are_ranges, **fits)

@@ -641,7 +641,7 @@ def with_own_epochs(*samplers: object) -> list[Any]:
     return list(map(copied, samplers))
 
 
-def _changed(sampler: Any, /, **values: object) -> Any:
+def _changed(sampler: object, /, **values: object) -> Any:
     other = copy.copy(sampler)
     for name, value in values.items():
         setattr(other, name, value)

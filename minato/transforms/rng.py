@@ -17,7 +17,6 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +119,6 @@ class SampleRandomness:
         return False
 
     def _attach(self) -> None:
-        """Find the state of each generator."""
         self._numpy_state = numpy_state()
         self._bits = bit_generator_of(self._numpy_state)
         self._torch = rng_memory.torch_generator()
@@ -263,10 +261,7 @@ class _Bound:
     __slots__ = ("_randomness", "_restore", "_restores", "_sample")
 
     def __init__(
-        self,
-        randomness: SampleRandomness,
-        sample: tuple[int, object, int] | None,
-        restores: bool,
+        self, randomness: SampleRandomness, sample: tuple[int, object, int] | None, restores: bool
     ) -> None:
         self._randomness = randomness
         self._sample = sample
@@ -280,15 +275,10 @@ class _Bound:
             try:
                 self._randomness.bind(*self._sample)
             except BaseException:
-                self.__exit__(None, None, None)
+                self.__exit__()
                 raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._restore is not None:
             self._restore()
 

@@ -36,7 +36,6 @@ __all__ = [
     "found_in_memory",
     "numpy_generator",
     "own_generator",
-    "probe_generators",
     "python_generator",
     "torch_generator",
 ]
@@ -507,12 +506,9 @@ class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
         return self._generator.get_state()
 
     def set_rest(self, rest: torch.Tensor | bytes) -> None:
-        state = (
-            torch.frombuffer(bytearray(rest), dtype=torch.uint8)
-            if isinstance(rest, bytes)
-            else rest
-        )
-        self._generator.set_state(state)
+        if isinstance(rest, bytes):
+            rest = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+        self._generator.set_state(rest)
 
     def load(self, copies: Iterable[bytes], rest: torch.Tensor | bytes) -> None:
         memory = b"".join(copies)
@@ -570,16 +566,11 @@ def own_generator(generator: object, stream: int) -> MemoryGenerator[Any] | None
 _PYTHON_METHODS = ("random", "getrandbits", "getstate", "setstate")
 
 
-def probe_generators() -> None:
-    """Run all probes: once in this process, and not in each forked worker."""
-    _python_position_offset()
-    _numpy_gauss_offset()
-    _pcg64_order()
-    _torch_state_offset()
-
-
 def found_in_memory() -> dict[str, bool]:
-    """Return for each kind of generator whether its memory is accessed directly, and not by its methods."""
+    """Return for each kind of generator whether its memory is accessed directly, and not by its methods.
+
+    All probes run, once in a process: a worker that is forked afterwards runs none.
+    """
     return {
         "random": _python_position_offset() is not None,
         "numpy.random": _numpy_gauss_offset() is not None,
