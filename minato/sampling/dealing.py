@@ -94,9 +94,13 @@ class Stage(NamedTuple):
 
     def to_plain(self) -> PlainState:
         """Return the stage as plain data."""
-        parts = [{**part._asdict(), "ranges": [*map(list, part.ranges)]} for part in self.parts]
+        parts = [
+            {"first": first, "together": together, "ranges": [*map(list, ranges)]}
+            for first, together, ranges in self.parts
+        ]
         tallies = {"delivered": list(self.delivered), "skipped": list(self.skipped)}
-        return {**self._asdict(), "parts": parts, **tallies}
+        sizes = {"ranks": self.ranks, "batch_size": self.batch_size}
+        return {**sizes, "parts": parts, **tallies, "known": self.known}
 
     def counted_parts(self) -> Stage:
         """Return the stage with the parts that its tallies count."""
