@@ -5,24 +5,24 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import resource
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from tests.datasets import TOO_MANY_WORKERS
+from minato import DataLoader, SharedPool
+from tests.datasets import Numbers
 
-MARKS = [
-    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
-    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-]
-"""Of the tests of such jobs."""
 _FORK = multiprocessing.get_context("fork")
 _jobs = itertools.count()
+PATIENCE_S = 60.0
+"""For what never comes, however busy the machine."""
 TIMEOUT_S = 90
 BARRIER_S = 60
 """Less, so that a rank that waits for one that has failed says so."""
@@ -121,3 +121,55 @@ def run(program: Callable[[int, Any], Any], count: int = 2, local: int | None = 
     """What each rank of a job returns."""
     with Job(program, count, local) as job:
         return job.results()
+
+
+def pooled(dataset: Any, batch_size: int | None = 4, **arguments: Any) -> DataLoader[Any]:
+    """A loader of a rank, whose worker all share."""
+    given = {"num_workers": 1, "workers": SharedPool(), **arguments}
+    return DataLoader(dataset, batch_size, **given)
+
+
+def dealt(size: int, batch_size: int, ranks: int, epochs: int, seed: int = 0) -> list[Any]:
+    """What torch's sampler gives each rank in each epoch."""
+    found = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(Numbers(size), ranks, rank, shuffle=True, seed=seed)
+        found.append([])
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            found[-1].append(list(BatchSampler(sampler, batch_size, drop_last=False)))
+    return found
+
+
+def in_turn(size: int, batch_size: int = 4) -> list[list[list[int]]]:
+    """The batches of each of two ranks that do not shuffle; a size that they can divide."""
+    starts = range(0, size, 2 * batch_size)
+    return [[[*range(i + rank, i + 2 * batch_size, 2)] for i in starts] for rank in (0, 1)]
+
+
+def refused(
+    loader: Any, rank: int, together: Any, words: str, kind: type[Exception] = RuntimeError
+) -> list[int] | None:
+    """The second rank cannot begin an epoch while the first one has begun; returns what that gets first."""
+    try:
+        if rank == 0:
+            batches = iter(loader)
+            return next(batches).tolist()
+        with pytest.raises(kind, match=words):
+            iter(loader)
+        return None
+    finally:
+        together.wait()
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """This process can open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,39 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minato import DataLoader, SharedPool
+from minato import SharedPool
 from minato.batching.arena import Slot
 from minato.shared_pool.channel import Hello, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import Filled, Numbers, indices, wait_until
-from tests.shared_pool.jobs import MARKS, TIMEOUT_S, Job, run
-
-pytestmark = MARKS
-
-
-def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, 2, num_workers=1, **{"workers": SharedPool(), **arguments})
-
-
-@pytest.fixture
-def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return Rendezvous(0, "a job")
+from tests.shared_pool.jobs import TIMEOUT_S, Job, in_turn, pooled, run
 
 
 def test_batches_are_held_while_arenas_take_turns() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Filled(16, 8))
-        batches, held = iter(loader), []
-        held.append(next(batches))
-        for _ in range(2):
+        loader, held = pooled(Filled(16, 8), 2), []
+        for _ in range(3):
             batches = iter(loader)  # the last one still has its arena
             held.append(next(batches))
         gc.collect()
@@ -58,14 +43,14 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
         together.wait()
         return last
 
-    assert run(program)[1] == [[1, 3], [5, 7], [9, 11], [13, 15]]
+    assert run(program) == in_turn(16, 2)
 
 
 def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path) -> None:
     place = Slot(4096, 8192)
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40), workers=SharedPool("wait"))
+        loader = pooled(Numbers(40), 2, workers=SharedPool("wait"))
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             found = indices(loader)
@@ -94,7 +79,7 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
 
 def test_a_host_that_lives_and_does_not_iterate() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(8))
+        loader = pooled(Numbers(8), 2)
         epochs = [indices(loader)]
         if rank == 1:
             link = loader._session._client
@@ -107,7 +92,7 @@ def test_a_host_that_lives_and_does_not_iterate() -> None:
         together.wait()
         return [*epochs, *(indices(loader) for _ in range(2))]
 
-    assert run(program) == [[[[0, 2], [4, 6]]] * 3, [[[1, 3], [5, 7]]] * 3]
+    assert run(program) == [[part] * 3 for part in in_turn(8, 2)]
 
 
 def test_a_host_that_lives_and_does_not_answer(rendezvous: Rendezvous) -> None:
@@ -123,13 +108,12 @@ def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(
     rendezvous: Rendezvous,
 ) -> None:
     listener = RankListener(rendezvous, lambda *_: None, lambda _: None)
+    folder = Path(rendezvous.directory)
     with listener._socket.dup():  # as a forked child has it
-        for left in (
-            tmp := Path(rendezvous.directory)
-        ).iterdir():  # as if they had not been removed
-            left.rename(tmp / f"{left.name}.kept")
+        for left in folder.iterdir():  # as if they had not been removed
+            left.rename(folder / f"{left.name}.kept")
         listener.close()
-        for kept in tmp.iterdir():
+        for kept in folder.iterdir():
             kept.rename(kept.with_suffix(""))
         with pytest.raises(TimeoutError, match="has not begun to iterate"):
             connected(rendezvous, 0.0)

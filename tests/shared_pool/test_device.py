@@ -10,31 +10,28 @@ import itertools
 import mmap
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
-from minato import DataLoader, DeviceCopies, SharedPool
+from minato import DeviceCopies
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.observe.figures import legend
 from minato.shared_pool import source
 from minato.shared_pool.channel import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
-from tests.datasets import ORDERS, Filled, Pair, flat, wait_until
+from tests.datasets import ORDERS, Failing, Filled, Pair, flat, wait_until
 from tests.delivery.recorder import DeviceEvent, Recorder, indices_of
-from tests.shared_pool.jobs import MARKS, run
-
-pytestmark = MARKS
+from tests.shared_pool.jobs import pooled, run
 
 
 def loader_of(recorder: Recorder, dataset: Any, batch_size: int = 3, **arguments: Any) -> Any:
     """A loader of a rank whose device is the recorder; to be called in that rank's process."""
     source.accelerator_of = lambda device: recorder  # type: ignore[assignment]
-    fixed = {"num_workers": 1, "prefetch_factor": 2, "workers": SharedPool(), "device": "meta"}
-    return DataLoader(dataset, batch_size, **{**fixed, **arguments})
+    return pooled(dataset, batch_size, **{"prefetch_factor": 2, "device": "meta", **arguments})
 
 
 @pytest.mark.parametrize(("order", "persistent"), [*zip(ORDERS, [False, True] * 2, strict=True)])
@@ -115,9 +112,7 @@ def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:
         assert recorder.ran == len(recorder.copies) >= 3  # it was waited for
         return indices_of(batches)
 
-    first, second = run(program)
-    assert flat(first) == list(range(0, 18, 2))
-    assert flat(second) == list(range(1, 18, 2))
+    assert [flat(found) for found in run(program)] == [[*range(rank, 18, 2)] for rank in (0, 1)]
 
 
 def test_a_device_ends_when_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,25 +190,18 @@ def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
         assert most in ((0,) if ahead == 0 else (1, 2))
 
 
-class Grumbling(Filled):
-    """Two of its samples raise, in the parts of both ranks."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index in (8, 9):
-            raise LookupError(f"sample {index} is not there")
-        return super().__getitem__(index)
-
-
 def test_an_error_is_raised_when_its_turn_has_come() -> None:
+    raises = {i: partial(LookupError, f"sample {i} is not there") for i in (8, 9)}
+
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()
-        iterator = iter(loader_of(recorder, Grumbling(24, 2, 2), 2))
+        iterator = iter(loader_of(recorder, Failing(24, raises), 2))
         batches = [next(iterator), next(iterator)]
         with pytest.raises(LookupError, match=f"sample {8 + rank}"):
             next(iterator)
         batches += iterator
         recorder.run()
-        return flat(indices_of(batches))
+        return flat(batch.tolist() for batch in batches)
 
     for rank, found in enumerate(run(program)):
         assert found == [number for number in range(rank, 24, 2) if not 8 <= number < 12]
@@ -224,11 +212,7 @@ class Nested(Filled):
         return {"pair": Pair(super().__getitem__(index), index), "texts": [f"{index}"]}
 
 
-def as_they_are(samples: list[Any]) -> list[Any]:
-    return samples
-
-
-@pytest.mark.parametrize("collate_fn", [None, as_they_are])
+@pytest.mark.parametrize("collate_fn", [None, list])
 def test_nested_batches_and_those_without_a_layout(collate_fn: Any) -> None:
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()
@@ -238,18 +222,15 @@ def test_nested_batches_and_those_without_a_layout(collate_fn: Any) -> None:
             assert type(batches[0]["pair"]) is Pair
             return [int(label) for batch in batches for label in batch["pair"].label]
         assert all(type(sample["pair"].image).__name__ == "ndarray" for sample in batches[0])
-        return [sample["pair"].label for sample in itertools.chain(*batches)]
+        return [sample["pair"].label for sample in flat(batches)]
 
     assert run(program) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_one_rank_may_stay_in_main_memory() -> None:
     def program(rank: int, together: Any) -> Any:
-        recorder = Recorder()
-        data = Filled(48, 4, 5)
-        sampler = DistributedSampler(data, 2, rank, shuffle=False)
-        device = None if rank else "meta"
-        batches = list(loader_of(recorder, data, sampler=sampler, device=device))
+        recorder, device = Recorder(), None if rank else "meta"
+        batches = list(loader_of(recorder, Filled(48, 4, 5), device=device))
         recorder.run()
         assert bool(recorder.copies) == (rank == 0)
         return flat(indices_of(batches))
@@ -269,13 +250,11 @@ def test_a_report_leaves_out_what_each_rank_does_for_its_device() -> None:
         recorder.run()
         del batches
         together.wait()
-        if rank:
-            return None
-        waiting = loader.report().run.waiting
-        return waiting.pinning_s, waiting.queueing_s
+        return None if rank else loader.report().run.waiting
 
-    assert run(program)[0] == (0.0, 0.0)
+    waiting = run(program)[0]
     for name in ("pinning_s", "queueing_s"):
+        assert getattr(waiting, name) == 0.0
         assert "0 with SharedPool" in legend()["Waiting"][name]["reading"]
 
 
@@ -283,9 +262,7 @@ def test_without_the_recorder() -> None:
     """torch's "meta" needs no hardware, and keeps no content."""
 
     def program(rank: int, together: Any) -> Any:
-        loader = DataLoader(
-            Filled(24, 4, 5), 3, num_workers=1, workers=SharedPool(), device="meta", order="arrival"
-        )
+        loader = pooled(Filled(24, 4, 5), 3, device="meta", order="arrival")
         return [tuple(batch.shape) for batch in loader if batch.is_meta]
 
     assert run(program) == [[(3, 4, 5)] * 4] * 2

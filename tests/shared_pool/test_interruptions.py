@@ -12,25 +12,13 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader, SharedPool, _fork_safety, shared_pool
+from minato import _fork_safety, shared_pool
 from tests.datasets import Numbers, indices
 from tests.edges.test_interruptions import Interrupter
-from tests.shared_pool.jobs import MARKS, run
+from tests.shared_pool.jobs import in_turn, pooled, run
 
-pytestmark = MARKS
-SIZE = 240
-
-
-def loader_of(device: str | None) -> DataLoader[Any]:
-    return DataLoader(Numbers(SIZE), 2, num_workers=1, workers=SharedPool(), device=device)
-
-
-def parts(size: int) -> list[list[list[int]]]:
-    """The batches of each rank."""
-    return [[[i, i + 2] for i in range(rank, size, 4)] for rank in (0, 1)]
-
-
-WHOLE = parts(SIZE)
+POOL = os.path.dirname(shared_pool.__file__)
+WHOLE = in_turn(240, 2)
 
 
 class AtLines(Interrupter):
@@ -53,7 +41,7 @@ def test_any_line(device: str | None) -> None:
     def program(rank: int, together: Any) -> Any:
         interrupter, epochs = AtLines(0.3, seed=rank), []
         for _ in range(3):
-            batches: Any = iter(loader_of(device))
+            batches: Any = iter(pooled(Numbers(240), 2, device=device))
             epochs.append([])
             while True:
                 try:
@@ -72,13 +60,12 @@ def test_any_line(device: str | None) -> None:
 
 def test_any_line_of_iter() -> None:
     """The next ``iter()`` begins the epoch of the interrupted one, which others may have ended."""
-    pool = os.path.dirname(shared_pool.__file__)
-    traced = pool, os.path.join(os.path.dirname(pool), "delivery")
+    traced = POOL, os.path.join(os.path.dirname(POOL), "delivery")
 
     def program(rank: int, together: Any) -> Any:
         interrupter, epochs = AtLines(0.4, traced=traced, seed=rank), []
         kept: list[KeyboardInterrupt] = []
-        loader = DataLoader(Numbers(12), 2, num_workers=1, workers=SharedPool())
+        loader = pooled(Numbers(12), 2)
         indices(loader)
         for _ in range(4):
             batches: Any = None
@@ -95,7 +82,7 @@ def test_any_line_of_iter() -> None:
 
     found = run(program)
     assert found[1][0] > 20
-    assert [epochs for _, epochs in found] == [[batches] * 4 for batches in parts(12)]
+    assert [epochs for _, epochs in found] == [[batches] * 4 for batches in in_turn(12, 2)]
 
 
 class AtTheMeeting(AtLines):
@@ -108,21 +95,19 @@ class AtTheMeeting(AtLines):
 
 
 def test_a_meeting_that_is_interrupted() -> None:
-    pool = os.path.dirname(shared_pool.__file__)
-
     def program(rank: int, together: Any) -> Any:
-        interrupter = AtTheMeeting(traced=(pool,))
-        loader = DataLoader(Numbers(12), 2, num_workers=1, workers=SharedPool())
+        interrupter = AtTheMeeting(traced=(POOL,))
+        loader = pooled(Numbers(12), 2)
         while True:
             try:
                 batches: Any = iter(loader) if rank else interrupter.call(lambda: iter(loader))
             except KeyboardInterrupt:
                 continue
-            return interrupter.raised, [batch.tolist() for batch in batches]
+            return interrupter.raised, indices(batches)
 
     (raised, first), (_, second) = run(program)
     assert raised > 5
-    assert [first, second] == parts(12)
+    assert [first, second] == in_turn(12, 2)
 
 
 class Alarm(BaseException):
@@ -137,7 +122,7 @@ def test_a_signal_at_any_time() -> None:
         signal.signal(signal.SIGALRM, interrupt)
         draws, raised, epochs = random.Random(rank), 0, []
         for _ in range(4):
-            batches: Any = iter(loader_of(None))
+            batches: Any = iter(pooled(Numbers(240), 2))
             epochs.append([])
             taken: list[Any] = []
             while True:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
-import resource
 import socket
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,10 +39,9 @@ from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import LeasedBatch
 from tests.datasets import wait_until
+from tests.shared_pool.jobs import PATIENCE_S, without_descriptors
 
 NBYTES = 1 << 16
-PATIENCE_S = 60.0
-"""For what never comes, however busy the machine."""
 
 # ---- what may be sent -----------------------------------------------------------------------
 
@@ -102,13 +100,11 @@ def altered(draw: Any, messages: Any) -> bytes:
     spot = draw(st.sampled_from([part for part in parts if isinstance(part, list)]))
     if spot:
         number = draw(st.integers(0, len(spot) - 1))
-        match draw(st.sampled_from(["replace", "drop", "twice"])):
-            case "replace":
-                spot[number] = draw(values)
-            case "drop":
-                del spot[number]
-            case "twice":
-                spot.insert(number, spot[number])
+        instead = draw(
+            st.one_of(values.map(lambda value: [value]), st.sampled_from(["drop", "twice"]))
+        )
+        changed = {"drop": [], "twice": [spot[number]] * 2}
+        spot[number : number + 1] = changed[instead] if isinstance(instead, str) else instead
     return json.dumps(whole).encode()
 
 
@@ -134,14 +130,10 @@ streams = st.one_of(
 # ---- reading them ---------------------------------------------------------------------------
 
 
-@given(from_ranks)
-def test_messages_of_ranks_arrive_as_they_were(message: Any) -> None:
-    assert from_rank(encoded(message)) == message
-
-
-@given(from_hosts)
-def test_messages_of_hosts_arrive_as_they_were(message: Any) -> None:
-    assert from_host(encoded(message)) == message
+@given(from_ranks, from_hosts)
+def test_messages_arrive_as_they_were(rank: Any, host: Any) -> None:
+    assert from_rank(encoded(rank)) == rank
+    assert from_host(encoded(host)) == host
 
 
 @pytest.mark.parametrize("decode", [from_rank, from_host])
@@ -275,17 +267,11 @@ def test_nothing_that_a_host_sent_is_left() -> None:
 def test_without_descriptors_the_memory_of_the_host_is_refused_in_words() -> None:
     ours, theirs = socket.socketpair()
     channel = Channel(ours, from_host)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
     with theirs:
         theirs.sendall(framed(encoded(MEMORY)))
         socket.send_fds(theirs, [b"\1"], [0])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-        try:
+        with without_descriptors():
             channel.wait(PATIENCE_S)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert channel.over
     assert "raise the limit (ulimit -n)" in str(channel.fault)
     channel.close()
@@ -331,18 +317,38 @@ def begun(server: PoolServer, engine: Engine, quota: int) -> int:
     return server.begin_epoch(engine, quota, EPOCH, [])[0]  # type: ignore[arg-type]
 
 
+def entered(rendezvous: Rendezvous, rank: int, facts: dict[str, str], number: int) -> Channel:
+    """The channel of a rank that takes part in an epoch."""
+    channel = connected(rendezvous, PATIENCE_S)
+    channel.send(("hello", 0, (), Hello(rank, rank, facts)))
+    channel.send(("enter", number, (), (0, None)))
+    return channel
+
+
+def taken(server: PoolServer, number: int) -> int:
+    """How many batches of an epoch the host's own rank gets."""
+    for count in itertools.count():
+        try:
+            handle = server.next(number)
+        except StopIteration:
+            return count
+        server.ask(number, handle)
+        server.drop(handle)
+    raise AssertionError
+
+
+def check_ended(server: PoolServer) -> None:
+    server._thread.join(PATIENCE_S)
+    assert not server._thread.is_alive()
+
+
 def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
     """The host's own rank gets its batches, whatever the others send, and its threads end."""
     with at_a_meeting() as rendezvous:
         facts = {"batch_size": "4"}
         server = PoolServer(rendezvous, Hello(0, 0, facts), 3, in_turn, "continue")
         number = begun(server, Engine(9), 3)
-        channels = []
-        for rank in (1, 2):
-            channel = connected(rendezvous, PATIENCE_S)
-            channel.send(("hello", 0, (), Hello(rank, rank, facts)))
-            channel.send(("enter", number, (), (0, None)))
-            channels.append(channel)
+        channels = [entered(rendezvous, rank, facts, number) for rank in (1, 2)]
         for who, each in sent:
             with contextlib.suppress(OSError):
                 if who < 2 and not isinstance(each, bytes):
@@ -354,20 +360,12 @@ def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
                     assert found is not None
                     with found[0] as stranger:
                         stranger.sendall(each if isinstance(each, bytes) else framed(encoded(each)))
-        got = 0
-        with contextlib.suppress(StopIteration):
-            while True:
-                handle = server.next(number)
-                server.ask(number, handle)
-                server.drop(handle)
-                got += 1
-        assert got == 3
+        assert taken(server, number) == 3
         assert server._listener.works
         for channel in channels:
             channel.close()
         server.close()
-        server._thread.join(PATIENCE_S)
-        assert not server._thread.is_alive()
+        check_ended(server)
         wait_until(lambda: not server._listener.works)
 
 
@@ -403,13 +401,8 @@ def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None
     with at_a_meeting() as rendezvous:
         server = PoolServer(rendezvous, Hello(0, 0, {}), 2, True, "continue")
         number = begun(server, Engine(2 * count, texts), count)
-        rank = connected(rendezvous, PATIENCE_S)
-        rank.send(("hello", 0, (), Hello(1, 1, {})))
-        rank.send(("enter", number, (), (0, None)))
-        for _ in range(count):
-            handle = server.next(number)
-            server.ask(number, handle)
-            server.drop(handle)
+        rank = entered(rendezvous, 1, {}, number)
+        assert taken(server, number) == count
         server.close()
         time.sleep(0.2)
         assert server._ranks.lock.acquire(timeout=PATIENCE_S)  # whoever sends has it
@@ -424,12 +417,11 @@ def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None
             rank.received.clear()
             assert not rank.over
         rank.close()
-        server._thread.join(PATIENCE_S)
-        assert not server._thread.is_alive()
+        check_ended(server)
     assert kinds == ["welcome", "open", "arena", *["batch"] * count, "end"]
 
 
-def test_threads_and_files_of_a_meeting_are_gone(tmp_path: Path) -> None:
+def test_threads_of_a_meeting_are_gone() -> None:
     threads = threading.active_count()
     check_hub([], True)
     wait_until(lambda: threading.active_count() == threads)

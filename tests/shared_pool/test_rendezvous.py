@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import socket
 import stat
@@ -37,16 +37,9 @@ from minato.shared_pool.channel import (
 )
 from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous
 from tests.datasets import wait_until
+from tests.shared_pool.jobs import PATIENCE_S, without_descriptors
 
 NEXT = ("next", 0, (), None)
-PATIENCE_S = 60.0
-"""For what never comes, however busy the machine."""
-
-
-@pytest.fixture
-def rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rendezvous:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return Rendezvous(0, "a job")
 
 
 class Host(RankListener):
@@ -55,9 +48,7 @@ class Host(RankListener):
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.heard: list[Any] = []
         self.gone: list[Channel] = []
-        super().__init__(
-            rendezvous, lambda _, message: self.heard.append(message), self.gone.append
-        )
+        super().__init__(rendezvous, lambda _, said: self.heard.append(said), self.gone.append)
 
 
 @pytest.fixture
@@ -190,7 +181,6 @@ def killed(rendezvous: Rendezvous) -> None:
     process.join()
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_what_a_killed_host_left_is_replaced(rendezvous: Rendezvous) -> None:
     killed(rendezvous)
     assert len(list(Path(rendezvous.directory).iterdir())) == 2
@@ -200,7 +190,6 @@ def test_what_a_killed_host_left_is_replaced(rendezvous: Rendezvous) -> None:
     host.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_what_killed_hosts_left_is_swept(host: Host, rendezvous: Rendezvous) -> None:
     folder = Path(rendezvous.directory)
     alive = set(folder.iterdir())
@@ -208,14 +197,13 @@ def test_what_killed_hosts_left_is_swept(host: Host, rendezvous: Rendezvous) -> 
     young = set(folder.iterdir()) - alive
     killed(Rendezvous(0, "a third job"))
     old = set(folder.iterdir()) - alive - young
-    elsewhere = folder / f"{'0' * 20}-{'1' * 20}-0.key"
-    elsewhere.touch()
-    foreign = folder / "notes.txt"
-    foreign.touch()
-    for path in {*alive, *old, elsewhere, foreign}:
+    others = {folder / f"{'0' * 20}-{'1' * 20}-0.key", folder / "notes.txt"}
+    for path in others:
+        path.touch()
+    for path in alive | old | others:
         os.utime(path, (1, 1), follow_symlinks=False)
     third = Host(Rendezvous(1, "a fourth job"))
-    assert {*alive, *young, elsewhere, foreign} < set(folder.iterdir())
+    assert alive | young | others < set(folder.iterdir())
     assert not old & set(folder.iterdir())
     third.close()
 
@@ -326,19 +314,16 @@ def test_a_host_that_does_not_know_the_key_hears_nothing(
 
 def test_a_host_that_takes_the_place_of_another_is_found(rendezvous: Rendezvous) -> None:
     """The key of the first one is read, and then the second one's socket is called."""
-    first, wrong = Host(rendezvous), [True]
-    call = rendezvous.call
+    host, call, calls = Host(rendezvous), rendezvous.call, itertools.count()
 
     def late() -> Any:
         found = call()
-        if found and wrong.pop():
-            return found._replace(key=b"k" * KEY_BYTES)
-        return found
+        return found._replace(key=b"k" * KEY_BYTES) if found and next(calls) == 0 else found
 
-    wrong.insert(0, False)
     rendezvous.call = late  # type: ignore[method-assign]
     connected(rendezvous, PATIENCE_S).close()
-    first.close()
+    assert next(calls) > 1
+    host.close()
 
 
 def test_strangers_that_say_nothing_are_dropped_and_delay_no_rank(
@@ -369,17 +354,11 @@ def test_without_descriptors_the_host_pauses_and_goes_on(
     with rendezvous._opened() as folder, socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(PATIENCE_S)
         address = str(next(folder.glob("*.sock")))
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest_free = os.dup(0)
-        os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-        try:
+        with without_descriptors():
             caller.connect(address)
             time.sleep(0.3)
             assert host.works
             assert not host._pending
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         wait_until(lambda: bool(host._pending))
     check_served(host, rendezvous)
 
@@ -421,9 +400,8 @@ def test_what_a_rank_sends_can_end_its_own_channel_alone(
     host: Host, rendezvous: Rendezvous
 ) -> None:
     good = connected(rendezvous, PATIENCE_S)
-    for number, sent in enumerate(
-        [b"\xff" * 64, struct.pack("!i", 2) + b"{}", struct.pack("!i", 1 << 30), b"\xff"]
-    ):
+    for sent in (b"\xff" * 64, struct.pack("!i", 2) + b"{}", struct.pack("!i", 1 << 30), b"\xff"):
+        number = len(host.gone)
         bad = connected(rendezvous, PATIENCE_S)
         bad._socket.sendall(sent)
         if len(sent) == 1:
@@ -479,7 +457,6 @@ def test_a_user_that_stands_for_others_is_refused(
     files.unmapped_user.cache_clear()
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_in_a_namespace_without_users_it_is_refused() -> None:
     received, sent = multiprocessing.Pipe(duplex=False)
 
@@ -495,11 +472,10 @@ def test_in_a_namespace_without_users_it_is_refused() -> None:
             sent.send(str(error))
 
     process = multiprocessing.get_context("fork").Process(target=ask)
-    process.start()
-    found = received.recv()
-    process.join()
-    received.close()
-    sent.close()
+    with received, sent:
+        process.start()
+        found = received.recv()
+        process.join()
     if found == "no user namespaces here":
         pytest.skip(found)
     assert "represents all users without a mapping" in found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 import minato
 from minato import CostBatchSampler, DataLoader, SharedPool
@@ -24,51 +24,50 @@ from minato.shared_pool import source
 from tests.datasets import ORDERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import MARKS, Failure, Job, run
+from tests.shared_pool.jobs import Failure, Job, dealt, pooled, refused, run
 
-pytestmark = MARKS
 SIZE = 46  # each of two ranks: five batches of four and one of three
 
 
-def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
-    fixed = {"num_workers": 1, "workers": SharedPool(), "shuffle": True, "seed": 3}
-    return DataLoader(dataset, batch_size, **{**fixed, **arguments})
+EXPECTED = list(zip(*dealt(SIZE, 4, 2, 4, seed=3), strict=True))
+"""What both ranks get in each epoch, in strict order."""
+
+
+def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
+    return pooled(dataset, **{"shuffle": True, "seed": 3, **arguments})
+
+
+def begun(state: str | None, **arguments: Any) -> DataLoader[Any]:
+    """A loader of numbers that goes on from a state."""
+    loader = loader_of(Numbers(SIZE), **arguments)
+    if state is not None:
+        loader.load_state_dict(json.loads(state))
+    return loader
 
 
 def stretch(states: list[str | None], takes: tuple[int, ...], **arguments: Any) -> Any:
     """Each rank goes on from its state and takes so many batches; returns these, and the new states."""
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(SIZE), **arguments)
-        state = states[rank]
-        if state is not None:
-            loader.load_state_dict(json.loads(state))
-            assert json.dumps(loader.state_dict()) == state
+        loader = begun(states[rank], **arguments)
+        assert states[rank] in (None, json.dumps(loader.state_dict()))
         batches = iter(loader)
         taken = [next(batches).tolist() for _ in range(takes[rank])]
         state = json.dumps(loader.state_dict())
         together.wait()
         return taken, state
 
-    taken, found = zip(*run(program, len(takes)), strict=True)
-    return list(taken), list(found)
+    return map(list, zip(*run(program, len(takes)), strict=True))
 
 
-def rest(states: list[str], **arguments: Any) -> list[Any]:
-    """What each rank gets of the epoch that its state is of, and in the next two."""
+def rest(states: list[Any], **arguments: Any) -> list[Any]:
+    """What both ranks get of the epoch that their states are of, and in the next two."""
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(SIZE), **arguments)
-        loader.load_state_dict(json.loads(states[rank]))
+        loader = begun(states[rank], **arguments)
         return [indices(loader) for _ in range(3)]
 
-    return run(program, len(states))
-
-
-def expected(rank: int, epoch: int) -> list[list[int]]:
-    sampler = DistributedSampler(Numbers(SIZE), 2, rank, shuffle=True, seed=3)
-    sampler.set_epoch(epoch)
-    return list(BatchSampler(sampler, 4, drop_last=False))
+    return list(zip(*run(program), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -78,19 +77,18 @@ def test_what_is_left_is_the_rest_of_the_epoch(order: str, persistent: bool) -> 
     arguments = {"order": order, "persistent_workers": persistent}
     got: list[list[Any]] = [[], []]
     states: list[str | None] = [None, None]
-    for takes in [
-        (2, 1),
-        (4, 0),
-        (0, 2),
-    ]:  # the first rank has all of its batches, the short one too
+    # The first rank has all of its batches, the short one too.
+    for takes in [(2, 1), (4, 0), (0, 2)]:
         taken, states = stretch(states, takes, **arguments)
-        for mine, more in zip(got, taken, strict=True):
-            mine += more
-    for rank, epochs in enumerate(rest([str(state) for state in states], **arguments)):
-        got[rank] += epochs[0]
-        if order == "strict":
-            assert [got[rank], *epochs[1:]] == [expected(rank, epoch) for epoch in range(3)]
-        assert [len(epoch) for epoch in epochs] == [(0, 3)[rank], 6, 6]
+        got = [mine + more for mine, more in zip(got, taken, strict=True)]
+    last, *others = rest(states, **arguments)
+    assert [[len(batches) for batches in epoch] for epoch in (last, *others)] == [
+        [0, 3],
+        *[[6, 6]] * 2,
+    ]
+    got = [mine + more for mine, more in zip(got, last, strict=True)]
+    if order == "strict":
+        assert [tuple(got), *others] == EXPECTED[:3]
     assert [len(mine) for mine in got] == [6, 6]
     assert sorted(flat(flat(got))) == list(range(SIZE))
 
@@ -98,39 +96,34 @@ def test_what_is_left_is_the_rest_of_the_epoch(order: str, persistent: bool) -> 
 def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Numbers(SIZE))
-        first = json.dumps(loader.state_dict())
-        found = indices(loader)
+        first, found = json.dumps(loader.state_dict()), indices(loader)
         state = loader.state_dict()
         assert state["finished"]
         together.wait()
         return found, first, json.dumps(state)
 
     found, firsts, states = zip(*run(program), strict=True)
-    assert list(found) == [expected(rank, 0) for rank in range(2)]
-    assert rest(list(firsts)) == [[expected(rank, e) for e in range(3)] for rank in range(2)]
-    assert rest(list(states)) == [[expected(rank, e) for e in (1, 2, 3)] for rank in range(2)]
+    assert found == EXPECTED[0]
+    assert rest(firsts) == EXPECTED[:3]
+    assert rest(states) == EXPECTED[1:]
 
 
 def test_random_numbers_and_samplers_of_ranks_own() -> None:
     costs = [1 + i % 7 for i in range(40)]
 
     def program(rank: int, together: Any) -> Any:
-        def make(data: Any) -> Any:
+        def make() -> Any:
+            own: Any = {"num_workers": 1, "workers": SharedPool(), "seed": 1}
             sampler = CostBatchSampler(costs, 20, shard=(rank, 2))
-            return DataLoader(
-                data, batch_sampler=sampler, num_workers=1, workers=SharedPool(), seed=1
-            )
+            return DataLoader(Draws(40), batch_sampler=sampler, **own)
 
         def drawn(batches: Any) -> Any:
             return [[each.tolist() for each in batch] for batch in batches]
 
-        whole, loader = drawn(make(Draws(40))), make(Draws(40))
-        batches = iter(loader)
-        taken = drawn(itertools.islice(batches, 2))
-        state = loader.state_dict()
-        del batches, loader
-        again = make(Draws(40))
-        again.load_state_dict(state)
+        whole, loader, again = drawn(make()), make(), make()
+        taken = drawn(itertools.islice(loader, 2))
+        again.load_state_dict(loader.state_dict())
+        del loader
         return whole, taken + drawn(again)
 
     for whole, taken in run(program):
@@ -162,14 +155,11 @@ def test_what_was_only_sent_to_a_device_is_left() -> None:
 # ---- states that do not belong together -----------------------------------------------------
 
 
-def refused(states: list[str | None], words: str, **arguments: Any) -> None:
+def check_refused(states: list[str | None], words: str, **arguments: Any) -> None:
     """No rank gets anything, and each is told why."""
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(SIZE), **arguments)
-        state = states[rank]
-        if state is not None:
-            loader.load_state_dict(json.loads(state))
+        loader = begun(states[rank], **arguments)
         try:
             iter(loader)
         finally:
@@ -192,29 +182,21 @@ def test_states_of_different_epochs_are_refused() -> None:
         return states
 
     (one, _), (_, other) = run(program)
-    refused(
-        [one, other],
-        "local rank 1 .*begins epoch 1 in the middle.*local rank 0 begins epoch 0 in the middle",
+    middle = (
+        "local rank 1 .*begins epoch 1 in the middle.*local rank 0 begins epoch 0 in the middle"
     )
-    refused([one, None], "local rank 1 .*begins epoch 0 at the beginning.*epoch 0 in the middle")
+    check_refused([one, other], middle)
+    check_refused(
+        [one, None], "local rank 1 .*begins epoch 0 at the beginning.*epoch 0 in the middle"
+    )
 
 
 def test_a_state_in_one_rank_alone_is_refused_there() -> None:
     _, states = stretch([None, None], (1, 1))
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(SIZE))
-        if rank == 1:
-            loader.load_state_dict(json.loads(states[1]))
-            try:
-                with pytest.raises(RuntimeError, match="epoch 0 in the middle.*0 at the beginning"):
-                    iter(loader)
-            finally:
-                together.wait()
-        else:
-            batches = iter(loader)
-            together.wait()
-            del batches
+        loader = begun(states[1] if rank else None)
+        return refused(loader, rank, together, "epoch 0 in the middle.*0 at the beginning")
 
     run(program)
 
@@ -223,7 +205,8 @@ def test_states_of_two_runs_are_refused() -> None:
     _, states = stretch([None, None], (2, 1), order="arrival")
     other = json.loads(states[1])
     other["done"] = json.loads(states[0])["done"]
-    refused([states[0], json.dumps(other)], "samples that two ranks have had", order="arrival")
+    words = "samples that two ranks have had"
+    check_refused([states[0], json.dumps(other)], words, order="arrival")
 
 
 def test_states_of_other_places_are_refused(in_a_job: pytest.MonkeyPatch) -> None:
@@ -252,38 +235,37 @@ def test_other_numbers_of_ranks_go_on_with_what_is_left(order: str, by_cost: boo
     The three deal 34 samples: as with ``DistributedSampler``, they have two of these twice, and out of order both may
     be among those that are delivered before the interruption.
     """
+    costs = [1 + i % 3 for i in range(SIZE)]
 
-    def sampler(rank: int, count: int) -> Any:
+    def loader(rank: int, count: int, state: Any, **own: Any) -> Any:
         if by_cost:
-            costs = [1 + i % 3 for i in range(SIZE)]
-            return {"batch_sampler": CostBatchSampler(costs, 8, seed=3, shard=(rank, count))}
-        return {"batch_size": 4, "sampler": DistributedSampler(Numbers(SIZE), count, rank, seed=3)}
+            own["batch_sampler"] = CostBatchSampler(costs, 8, seed=3, shard=(rank, count))
+        elif count == 1:
+            own.update(batch_size=4, sampler=DistributedSampler(Numbers(SIZE), 1, 0, seed=3))
+        else:
+            own.update(batch_size=4, shuffle=True)
+        made = DataLoader(Numbers(SIZE), order=order, num_workers=1, seed=3, **own)
+        if state is not None:
+            made.load_state_dict(state)
+        return made
 
-    def ranks(count: int, state: Any, take: int) -> Any:
+    def ranks(count: int, state: Any) -> Any:
         def program(rank: int, together: Any) -> Any:
-            given = {"workers": SharedPool(), "num_workers": 1, "order": order, "seed": 3}
-            plain = {"batch_size": 4, "shuffle": True}
-            own = sampler(rank, count) if by_cost else plain
-            loader = DataLoader(Numbers(SIZE), **given, **own)
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = iter(loader)
-            taken = [next(batches).tolist() for _ in range(take + rank % 2)]
-            saved = loader.state_dict()
+            shared = loader(rank, count, state, workers=SharedPool())
+            batches = iter(shared)
+            taken = [next(batches).tolist() for _ in range(1 + rank % 2)]
+            saved = shared.state_dict()
             together.wait()
-            return taken, saved, 0 if rank else loader.coverage().delivered.samples
+            return taken, saved, 0 if rank else shared.coverage().delivered.samples
 
         return zip(*run(program, count), strict=True)
 
-    first, states, _ = ranks(2, None, 1)
-    second, states, covered = ranks(3, minato.merge_states(states), 1)
-    alone = DataLoader(Numbers(SIZE), order=order, num_workers=1, seed=3, **sampler(0, 1))
-    alone.load_state_dict(minato.merge_states(states))
-    last = indices(alone)
-    got = sorted(flat([*flat(first), *flat(second), *last]))
+    first, states, _ = ranks(2, None)
+    second, states, covered = ranks(3, minato.merge_states(states))
+    alone = loader(0, 1, minato.merge_states(states))
+    got = sorted(flat([*flat(first), *flat(second), *indices(alone)]))
     assert sorted(set(got)) == list(range(SIZE))
-    twice = len(got) - SIZE
-    assert twice <= (0 if by_cost or order == "strict" else 2)
+    assert len(got) - SIZE <= (0 if by_cost or order == "strict" else 2)
     assert alone.coverage().delivered.samples == len(got)
     assert covered[0] >= len(flat(flat(first)))
     alone.set_epoch(1)
@@ -293,7 +275,7 @@ def test_other_numbers_of_ranks_go_on_with_what_is_left(order: str, by_cost: boo
 def test_ranks_that_load_different_merged_states_are_refused() -> None:
     _, states = stretch([None, None], (1, 1))
     merged = json.dumps(minato.merge_states(map(json.loads, states)))
-    refused([merged, states[1]], "go on after different states of other ranks")
+    check_refused([merged, states[1]], "go on after different states of other ranks")
 
 
 # ---- the account ----------------------------------------------------------------------------
@@ -313,10 +295,8 @@ def test_parts_make_up_the_pass_however_often_it_is_resumed(data: Any) -> None:
         done = merged_ranks(before for before in befores if before is not None)
         left = [*(remaining_batches(iter(keys), done, mixes) or ())]
         assert len(left) == len(keys) - done.batches
-        progress, parts = (
-            Progress(0, done),
-            [RankProgress(rounds + 1, before) for before in befores],
-        )
+        progress = Progress(0, done)
+        parts = [RankProgress(rounds + 1, before) for before in befores]
         progress.requested(left, 0)
         progress.part = parts[0]
         numbers = iter(range(sum(map(len, left))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
 from minato.engine.engine import Engine
@@ -27,6 +26,7 @@ from minato.shared_pool.client import PoolClient
 from tests.datasets import (
     ORDERS,
     Draws,
+    Failing,
     Filled,
     Numbers,
     Sleepy,
@@ -36,61 +36,37 @@ from tests.datasets import (
     wait_until,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import MARKS, TIMEOUT_S, Failure, Job, run
+from tests.shared_pool.jobs import TIMEOUT_S, Failure, Job, dealt, in_turn, pooled, refused, run
 from tests.subprocesses import children
-
-pytestmark = MARKS
-
-
-def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(
-        dataset, batch_size, **{"num_workers": 1, "workers": SharedPool(), **arguments}
-    )
-
-
-def expected(size: int, batch_size: int, ranks: int, epochs: int, seed: int = 0) -> list[Any]:
-    """What torch's sampler gives each rank in each epoch."""
-    found = []
-    for rank in range(ranks):
-        sampler = DistributedSampler(Numbers(size), ranks, rank, shuffle=True, seed=seed)
-        found.append([])
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            found[-1].append(list(BatchSampler(sampler, batch_size, drop_last=False)))
-    return found
 
 
 @pytest.mark.parametrize(("ranks", "persistent"), [(2, True), (4, False)])
 def test_in_strict_order_each_rank_gets_what_torch_gives_it(ranks: int, persistent: bool) -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(37), shuffle=True, seed=3, persistent_workers=persistent)
+        loader = pooled(Numbers(37), shuffle=True, seed=3, persistent_workers=persistent)
         assert len(loader) == math.ceil(math.ceil(37 / ranks) / 4)
         return [indices(loader) for _ in range(3)]
 
-    assert run(program, ranks) == expected(37, 4, ranks, 3, seed=3)
+    assert run(program, ranks) == dealt(37, 4, ranks, 3, seed=3)
 
 
 def test_a_sampler_for_ranks_is_asked_for_all_of_them() -> None:
     def program(rank: int, together: Any) -> Any:
-        data = Numbers(22)
-        sampler = DistributedSampler(data, 2, rank, shuffle=True)
-        loader = loader_of(data, sampler=sampler)
-        found = []
+        sampler = DistributedSampler(Numbers(22), 2, rank, shuffle=True)
+        loader, found = pooled(Numbers(22), sampler=sampler), []
         for epoch in (0, 1, 1):
             sampler.set_epoch(epoch)
             found.append(indices(loader))
         return found
 
-    first, second = run(program)
-    for rank, (zero, one) in enumerate(expected(22, 4, 2, 2)):
-        assert (first, second)[rank] == [zero, one, one]
+    assert run(program) == [[zero, one, one] for zero, one in dealt(22, 4, 2, 2)]
 
 
 def test_ranks_of_other_nodes_have_their_own_part() -> None:
     def program(rank: int, together: Any) -> Any:
-        return indices(loader_of(Numbers(24), 3, shuffle=True))
+        return [indices(pooled(Numbers(24), 3, shuffle=True))]
 
-    assert run(program, 4, local=2) == [epochs[0] for epochs in expected(24, 3, 4, 1)[:2]]
+    assert run(program, 4, local=2) == dealt(24, 3, 4, 1)[:2]
 
 
 @pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
@@ -98,7 +74,7 @@ def test_together_they_get_each_index_once_and_as_many_batches(order: str) -> No
     slow = {5: 0.05, 6: 0.05, 21: 0.08}
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Sleepy(48, 0.001, slow), order=order, shuffle=True)
+        loader = pooled(Sleepy(48, 0.001, slow), order=order, shuffle=True)
         epochs = []
         for _ in range(3):
             epochs.append([])
@@ -116,10 +92,9 @@ def test_batches_by_cost() -> None:
     costs = [1 + i % 7 for i in range(40)]
 
     def program(rank: int, together: Any) -> Any:
-        sampler = CostBatchSampler(costs, 20, shard=(rank, 2))
-        alone = CostBatchSampler(costs, 20, shard=(rank, 2))
-        loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=1, workers=SharedPool())
-        return indices(loader), list(alone)
+        own = {"num_workers": 1, "workers": SharedPool()}
+        sampler, alone = (CostBatchSampler(costs, 20, shard=(rank, 2)) for _ in range(2))
+        return indices(DataLoader(Numbers(40), batch_sampler=sampler, **own)), list(alone)
 
     for found, alone in run(program):
         assert found == alone
@@ -127,20 +102,12 @@ def test_batches_by_cost() -> None:
 
 def test_uneven_parts_are_filled_up_or_dropped() -> None:
     def program(rank: int, together: Any) -> Any:
-        return [indices(loader_of(Numbers(11), 3, drop_last=drop)) for drop in (False, True)]
+        return [indices(pooled(Numbers(11), 3, drop_last=drop)) for drop in (False, True)]
 
-    first, second = run(program)
-    assert [len(batches) for batches in (first[0], second[0])] == [2, 2]
-    assert set(flat([*first[0], *second[0]])) == set(range(11))
-    assert [len(batches) for batches in (first[1], second[1])] == [1, 1]
-    assert len(set(flat([*first[1], *second[1]]))) == 6
-
-
-def test_a_batch_of_more_samples_than_the_ledger_has_places_for_at_first() -> None:
-    def program(rank: int, together: Any) -> Any:
-        return [len(batch) for batch in loader_of(Numbers(140_000), 70_000)]
-
-    assert run(program) == [[70_000], [70_000]]
+    filled, dropped = zip(*run(program), strict=True)
+    assert [len(batches) for batches in filled + dropped] == [2, 2, 1, 1]
+    assert set(flat(flat(filled))) == set(range(11))
+    assert len(set(flat(flat(dropped)))) == 6
 
 
 class Endless:
@@ -170,61 +137,50 @@ class Unsized(FirstEight):
         raise NotImplementedError
 
 
-def test_a_dataset_without_a_length() -> None:
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        pytest.param(
+            lambda rank: pooled(Endless(), 2, sampler=FirstEight(rank, 2)),
+            in_turn(8, 2),
+            id="endless",
+        ),
+        pytest.param(
+            lambda rank: pooled(Numbers(7), None), [[0, 2, 4, 6], [1, 3, 5, 0]], id="single samples"
+        ),
+        pytest.param(lambda rank: pooled(Numbers(0)), [[], []], id="empty"),
+        # At first the ledger has places for fewer samples.
+        pytest.param(
+            lambda rank: pooled(Numbers(140_000), 70_000),
+            in_turn(140_000, 70_000),
+            id="long batches",
+        ),
+    ],
+)
+def test_each_rank_gets_its_part(loader: Any, expected: list[Any]) -> None:
     def program(rank: int, together: Any) -> Any:
-        return indices(loader_of(Endless(), 2, sampler=FirstEight(rank, 2)))
+        own = loader(rank)
+        return [[torch.as_tensor(batch).tolist() for batch in own] for _ in range(2)]
 
-    assert run(program) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
-def test_single_samples() -> None:
-    def program(rank: int, together: Any) -> Any:
-        loader = DataLoader(Numbers(7), None, num_workers=1, workers=SharedPool())
-        return [int(sample) for sample in loader]
-
-    assert run(program) == [[0, 2, 4, 6], [1, 3, 5, 0]]
-
-
-def test_an_empty_dataset() -> None:
-    def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(0))
-        return [list(loader), list(loader)]
-
-    assert run(program) == [[[], []], [[], []]]
+    assert run(program) == [[part, part] for part in expected]
 
 
 class Ragged(Numbers):
     """Samples without a layout, with texts, of all kinds."""
 
     def __getitem__(self, index: int) -> Any:
-        return {
-            "ragged": np.arange(index % 3),
-            "text": f"number {index}",
-            "object": {index},
-            "tensor": torch.full((3,), index),
-        }
-
-
-def as_they_are(samples: list[Any]) -> list[Any]:
-    return samples
+        return np.arange(index % 3), f"number {index}", {index}, torch.full((3,), index)
 
 
 def test_what_has_no_layout_is_pickled() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Ragged(8), 2, collate_fn=as_they_are)
-        return [
-            [(s["ragged"].tolist(), s["text"], s["object"], s["tensor"].tolist()) for s in batch]
-            for batch in loader
-        ]
+        samples = flat(pooled(Ragged(8), 2, collate_fn=list))
+        return [(array.tolist(), *others, each.tolist()) for array, *others, each in samples]
 
-    for rank, batches in enumerate(run(program)):
-        for number, sample in zip(range(rank, 8, 2), itertools.chain(*batches), strict=True):
-            assert sample == (
-                list(range(number % 3)),
-                f"number {number}",
-                {number},
-                [number] * 3,
-            )
+    assert run(program) == [
+        [([*range(i % 3)], f"number {i}", {i}, [i] * 3) for i in range(rank, 8, 2)]
+        for rank in (0, 1)
+    ]
 
 
 class Worded(Numbers):
@@ -236,8 +192,7 @@ class Worded(Numbers):
 
 def test_texts_beside_numbers() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Worded(8), 2)
-        return [(batch["text"], batch["value"].tolist()) for batch in loader]
+        return [(batch["text"], batch["value"].tolist()) for batch in pooled(Worded(8), 2)]
 
     assert run(program)[1] == [
         (["number 1", "number 3"], [1.0, 3.0]),
@@ -251,7 +206,7 @@ def test_random_numbers_are_those_of_the_index() -> None:
             return sorted(flat(torch.stack(batch, 1).tolist() for batch in loader))
 
         alone = DataLoader(Draws(16), 4, num_workers=1, seed=1)
-        return drawn(loader_of(Draws(16), seed=1)), drawn(alone)
+        return drawn(pooled(Draws(16), seed=1)), drawn(alone)
 
     (first, all_of_them), (second, _) = run(program)
     assert sorted([*first, *second]) == all_of_them
@@ -261,17 +216,11 @@ def test_slots_are_used_again_and_not_before() -> None:
     """The second rank keeps the twelve batches of an epoch, and of each of six epochs."""
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(
-            Filled(96, 64), 4, shuffle=True, persistent_workers=True, prefetch_factor=2
-        )
+        loader = pooled(Filled(96, 64), shuffle=True, persistent_workers=True, prefetch_factor=2)
         for _ in range(6):
-            kept = []
-            for batch in loader:
-                if rank:
-                    kept.append((batch, batch[:, 0].tolist()))
+            kept = [(batch, batch[:, 0].tolist()) for batch in loader if rank]
             assert all((batch == torch.tensor(values)[:, None]).all() for batch, values in kept)
             kept.clear()
-            del batch
             together.wait()
         return None if rank else loader._session._server._ranks.arenas[0].num_slots
 
@@ -281,7 +230,7 @@ def test_slots_are_used_again_and_not_before() -> None:
 
 def test_batches_outlive_the_loader_and_the_host() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Filled(16, 1000), 4)
+        loader = pooled(Filled(16, 1000), 4)
         kept = list(loader)
         del loader
         gc.collect()
@@ -296,26 +245,11 @@ def test_batches_outlive_the_loader_and_the_host() -> None:
         assert job.result(1) == [[1, 3, 5, 7], [9, 11, 13, 15]]
 
 
-class Failing(Numbers):
-    """Some samples raise."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise KeyError("no such thing")
-        if index == 6:
-            raise StopIteration("nor such")
-        return index
-
-
-def end() -> None:
-    raise StopIteration
-
-
 class Ending:
-    """A batch that raises when it is unpickled."""
+    """A batch that raises StopIteration when it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return end, ()
+        return next, (iter(()),)
 
 
 def as_a_batch(samples: list[int]) -> Any:
@@ -324,8 +258,10 @@ def as_a_batch(samples: list[int]) -> Any:
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_an_error_is_raised_where_its_batch_goes(device: str | None) -> None:
+    raises = {5: lambda: KeyError("no such thing"), 6: lambda: StopIteration("nor such")}
+
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Failing(16), 2, collate_fn=as_a_batch, device=device)
+        loader = pooled(Failing(16, raises), 2, collate_fn=as_a_batch, device=device)
         batches, found = iter(loader), list[Any]()
         for _ in range(4):
             try:
@@ -356,24 +292,17 @@ class Deadly(Numbers):
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
-def test_a_worker_that_dies_is_replaced_for_all(tmp_path: Any) -> None:
+@pytest.mark.parametrize("policy", ["restart", "raise"])
+def test_a_worker_that_dies_is_replaced_or_an_error_for_all(tmp_path: Any, policy: str) -> None:
     def program(rank: int, together: Any) -> Any:
-        return indices(loader_of(Deadly(24, str(tmp_path / "died"))))
+        errors = ErrorPolicy(on_worker_death=policy)
+        loader = pooled(Deadly(24, str(tmp_path / "died")), errors=errors)
+        if policy == "raise":
+            with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
+                list(loader)
+        return indices(loader)
 
     assert sorted(flat(flat(run(program)))) == list(range(24))
-
-
-def test_an_engine_that_cannot_go_on_is_an_error_for_all(tmp_path: Any) -> None:
-    def program(rank: int, together: Any) -> Any:
-        loader = loader_of(
-            Deadly(24, str(tmp_path / "died")), errors=ErrorPolicy(on_worker_death="raise")
-        )
-        with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
-            list(loader)
-        return sorted(flat(indices(loader)))
-
-    first, second = run(program)
-    assert sorted([*first, *second]) == list(range(24))
 
 
 class Broken(DistributedSampler[int]):
@@ -394,7 +323,7 @@ class Broken(DistributedSampler[int]):
 @pytest.mark.parametrize("at", [0, 11])
 def test_a_sampler_that_raises_is_an_error_for_all(at: int) -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(24), sampler=Broken(rank, at))
+        loader = pooled(Numbers(24), sampler=Broken(rank, at))
         kind = RuntimeError if rank else LookupError
         if rank == 0:  # the other one waits for it
             time.sleep(0.2)
@@ -413,19 +342,16 @@ def test_a_sampler_that_raises_is_an_error_for_all(at: int) -> None:
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_epoch_that_is_broken_off(persistent: bool) -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40), persistent_workers=persistent)
+        loader = pooled(Numbers(40), persistent_workers=persistent)
         first = [batch.tolist() for batch, _ in zip(loader, range(2 + rank), strict=False)]
         return first, indices(loader)
 
-    for rank, (first, second) in enumerate(run(program)):
-        whole = [list(range(start + rank, start + 8, 2)) for start in range(0, 40, 8)]
-        assert first == whole[: 2 + rank]
-        assert second == whole
+    assert run(program) == [(whole[: 2 + rank], whole) for rank, whole in enumerate(in_turn(40))]
 
 
 def test_an_iterator_that_another_one_has_replaced_does_not_end_as_if_it_were_through() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40))
+        loader = pooled(Numbers(40))
         through = iter(loader)
         count = len(list(through))
         replaced = iter(loader)
@@ -435,12 +361,9 @@ def test_an_iterator_that_another_one_has_replaced_does_not_end_as_if_it_were_th
         with pytest.raises(RuntimeError, match="another iterator of this loader was made"):
             next(replaced)
         assert next(through, None) is next(replaced, None) is None
-        return count, [*found, *(batch.tolist() for batch in current)]
+        return count, [*found, *indices(current)]
 
-    whole = [
-        [list(range(start + rank, start + 8, 2)) for start in range(0, 40, 8)] for rank in (0, 1)
-    ]
-    assert run(program) == [(5, whole[0]), (5, whole[1])]
+    assert run(program) == [(5, whole) for whole in in_turn(40)]
 
 
 class Awaited(Numbers):
@@ -460,7 +383,7 @@ def test_the_loader_is_closed_while_next_waits(who: str) -> None:
     dataset = Awaited(16)
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(dataset)
+        loader = pooled(dataset)
         batches: Any = iter(loader)
         found, kept = next(batches).tolist(), list[object]()
         goes_on = who == "handler that iterates"
@@ -486,7 +409,7 @@ def test_the_loader_is_closed_while_next_waits(who: str) -> None:
 
 def test_one_rank_far_ahead_of_the_other() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(200), 2)
+        loader = pooled(Numbers(200), 2)
         if rank == 1:
             together.wait()
         found = indices(loader)
@@ -501,7 +424,7 @@ def test_one_rank_far_ahead_of_the_other() -> None:
 
 def test_a_host_that_ends_waits_for_the_others() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(120), 2)
+        loader = pooled(Numbers(120), 2)
         first = indices(loader)
         if rank == 1:
             together.wait()
@@ -522,7 +445,7 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
     monkeypatch.setattr(server, "_EXIT_WAIT_S", 0.1)
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40))
+        loader = pooled(Numbers(40))
         if rank == 1:
             together.wait()
             time.sleep(1)
@@ -545,63 +468,59 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
         loader.close()
         return first
 
-    for rank, first in enumerate(run(program)):
-        assert first == [list(range(start + rank, start + 8, 2)) for start in (0, 8)]
+    assert run(program) == in_turn(16)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_host_that_multiprocessing_has_started_waits_for_the_others(method: str) -> None:
-    done = children("pool", method)
-    assert (done.stdout, done.stderr) == ("[0, 0]\n", "")
+@pytest.mark.parametrize(
+    ("program", "method", "codes", "told"),
+    [
+        *(("pool", method, "[0, 0]", ["^$"]) for method in ("fork", "forkserver", "spawn")),
+        ("broken_pool", "fork", "[1, 5]", ["AssertionError: on purpose", "local rank 0"]),
+        ("broken_rank", "fork", "[5, 1]", [r"local rank 1 \(process \d+\) has ended"]),
+    ],
+)
+def test_a_host_that_multiprocessing_has_started_waits_unless_a_rank_fails(
+    program: str, method: str, codes: str, told: list[str]
+) -> None:
+    done = children(program, method)
+    assert done.stdout == f"{codes}\n"
+    assert all(re.search(words, done.stderr) for words in told)
 
 
-def test_a_host_that_fails_waits_for_nobody() -> None:
-    done = children("broken_pool", "fork")
-    assert done.stdout == "[1, 5]\n"
-    assert "AssertionError: on purpose" in done.stderr
-    assert "local rank 0" in done.stderr
+@pytest.mark.parametrize(
+    ("gone", "order", "why"),
+    [
+        (1, "arrival", r"local rank 1 \(process \d+\) has ended"),
+        (0, "strict", r"local rank 0 \(process \d+\).* has ended"),
+    ],
+)
+def test_the_end_of_a_rank_is_an_error_for_the_others(gone: int, order: str, why: str) -> None:
+    """Neither this pass nor another one goes on."""
 
-
-def test_the_others_learn_of_a_rank_of_multiprocessing_that_fails() -> None:
-    done = children("broken_rank", "fork")
-    assert done.stdout == "[5, 1]\n"
-    assert re.search(r"local rank 1 \(process \d+\) has ended", done.stderr)
-
-
-def check_broken(loader: Any, batches: Any, why: str) -> None:
-    """Another rank has ended: neither this pass nor another one goes on."""
-    with pytest.raises(RuntimeError, match=why):
-        for _ in batches:
-            time.sleep(0.01)
-    with pytest.raises(RuntimeError, match=why[: len("local rank 0")]):
-        iter(loader)
-
-
-def test_the_end_of_a_rank_is_an_error_for_the_others() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Sleepy(100_000, 0.005), 2, order="arrival")
+        loader = pooled(Sleepy(100_000, 0.005), 2, order=order)
         batches = iter(loader)
-        next(batches)
+        held = next(batches)
         together.wait()
-        if rank == 1:
+        if rank == gone:
             os.kill(os.getpid(), signal.SIGKILL)
-        check_broken(loader, batches, r"local rank 1 \(process \d+\) has ended")
-        return True
+        with pytest.raises(RuntimeError, match=why):
+            for _ in batches:
+                time.sleep(0.01)
+        with pytest.raises(RuntimeError, match=why[: len("local rank 0")]):
+            iter(loader)
+        return held.tolist()
 
     with Job(program, 3) as job:
-        assert job.result(0)
-        assert job.result(2)
+        for rank in {0, 1, 2} - {gone}:
+            held = job.result(rank)
+            assert order == "arrival" or held == [rank, rank + 3]
 
 
 def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(
-            Filled(120, 8),
-            2,
-            workers=SharedPool("continue"),
-            persistent_workers=True,
-            shuffle=True,
-        )
+        how = {"workers": SharedPool("continue"), "persistent_workers": True, "shuffle": True}
+        loader = pooled(Filled(120, 8), 2, **how)
         batches = iter(loader)
         held = [next(batches) for _ in range(3)]
         together.wait()
@@ -615,16 +534,15 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         return epochs
 
     with Job(program, 3) as job:
-        theirs = expected(120, 2, 3, 3)
+        theirs = dealt(120, 2, 3, 3)
         assert job.result(0) == theirs[0]
         assert job.result(2) == theirs[2]
 
 
 def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(
-            Numbers(40), 2, workers=SharedPool("wait"), persistent_workers=True, shuffle=True
-        )
+        how = {"workers": SharedPool("wait"), "persistent_workers": True, "shuffle": True}
+        loader = pooled(Numbers(40), 2, **how)
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             return [indices(loader) for _ in range(2)]
@@ -639,25 +557,9 @@ def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
     with Job(program) as job:
         job.processes[1].join(TIMEOUT_S)
         job.start(1)
-        theirs = expected(40, 2, 2, 3)
+        theirs = dealt(40, 2, 2, 3)
         assert job.result(0) == theirs[0]
         assert job.result(1) == theirs[1][1:]
-
-
-def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
-    def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Sleepy(100_000, 0.005), 2)
-        batches = iter(loader)
-        held = next(batches)
-        together.wait()
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        check_broken(loader, batches, r"local rank 0 \(process \d+\).* has ended")
-        return held.tolist()
-
-    with Job(program, 3) as job:
-        assert job.result(1) == [1, 4]
-        assert job.result(2) == [2, 5]
 
 
 def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -665,36 +567,27 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def program(rank: int, together: Any) -> Any:
         if rank == 1:
-            iter(loader_of(Numbers(8)))
+            iter(pooled(Numbers(8)))
 
     with Job(program) as job, pytest.raises(Failure, match="local rank 0 has not begun to iterate"):
         job.result(1)
 
 
-@pytest.mark.parametrize("stranger", mostly_slow([0, 1]))
-def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stranger", "kind", "words"),
+    mostly_slow([(0, RuntimeError, "has ended"), (1, PermissionError, "same user")]),
+)
+def test_another_user_is_refused(
+    stranger: int, kind: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel, "credentials", lambda connection: (1, os.geteuid() + 1))
 
     def program(rank: int, together: Any) -> Any:
         if rank != stranger:
             monkeypatch.undo()
-        loader = loader_of(Numbers(8))
-        if rank == 0:
-            batches = iter(loader)
-            found = next(batches).tolist()
-            together.wait()
-            return found
-        try:
-            with pytest.raises(
-                (PermissionError, RuntimeError), match="same user|has ended"
-            ) as found:
-                iter(loader)
-        finally:
-            together.wait()
-        return type(found.value).__name__
+        return refused(pooled(Numbers(8)), rank, together, words, kind)
 
-    kind = "RuntimeError" if stranger == 0 else "PermissionError"
-    assert run(program) == [[0, 2, 4, 6], kind]
+    assert run(program) == [[0, 2, 4, 6], None]
 
 
 @pytest.mark.parametrize(
@@ -709,10 +602,7 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
             ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
             ({"order": "batch"}, r"order=batch, and there order=strict\."),
             ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
-            (
-                {"collate_fn": as_they_are},
-                r"collate_fn=as_they_are, and there collate_fn=default_collate",
-            ),
+            ({"collate_fn": list}, "collate_fn=list, and there collate_fn=default_collate"),
             (
                 {"workers": SharedPool("wait")},
                 r"on_rank_death=wait, and there on_rank_death=raise\.",
@@ -721,46 +611,27 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
     ),
 )
 def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> None:
+    words = f"not the one that local rank 0 has.*: here it has {words}"
+
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(**{"dataset": Numbers(8), **(difference if rank else {})})
-        if rank == 0:
-            batches = iter(loader)
-            found = next(batches).tolist()
-            together.wait()
-            return found
-        try:
-            with pytest.raises(
-                RuntimeError, match=f"not the one that local rank 0 has.*: here it has {words}"
-            ):
-                iter(loader)
-        finally:
-            together.wait()
-        return None
+        loader = pooled(**{"dataset": Numbers(8), **(difference if rank else {})})
+        return refused(loader, rank, together, words)
 
     run(program)
 
 
 def test_epochs_that_do_not_belong_together() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(8))
+        loader = pooled(Numbers(8))
         loader.set_epoch(rank)
-        if rank == 0:
-            batches = iter(loader)
-            together.wait()
-            return batches is not None
-        try:
-            with pytest.raises(RuntimeError, match="epoch 1 here and 0 for local rank 0"):
-                iter(loader)
-        finally:
-            together.wait()
-        return True
+        return refused(loader, rank, together, "epoch 1 here and 0 for local rank 0")
 
-    assert run(program) == [True, True]
+    run(program)
 
 
 def test_workers_and_limits_are_those_of_all_ranks() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
+        loader = pooled(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
         assert rank or loader._history.autoscale.settings.most == 6
         for _ in loader:
             pass
@@ -778,36 +649,6 @@ def test_workers_and_limits_are_those_of_all_ranks() -> None:
     assert run(program)[0] == (8, 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("LOCAL_RANK", ""), ("LOCAL_WORLD_SIZE", "x"), ("RANK", "2")]
-)
-def test_a_place_that_is_impossible(in_a_job: Any, name: str, value: str) -> None:
-    in_a_job.setenv(name, value)
-    with pytest.raises(ValueError, match="torchrun"):
-        loader_of(Numbers(8))
-
-
-def test_a_job_without_a_name(in_a_job: Any) -> None:
-    in_a_job.delenv("MASTER_PORT")
-    in_a_job.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(ValueError, match="tell this job from others"):
-        loader_of(Numbers(8))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"sampler": [0, 1]}, "cannot divide what list gives"),
-        ({"sampler": DistributedSampler(Numbers(8), 2, 0)}, "is for rank 0 of 2"),
-        ({"sampler": DistributedSampler(Numbers(8), 3, 1)}, "is for rank 1 of 3"),
-        ({"sampler": Unsized(1, 2)}, "Unsized has no length: define __len__"),
-    ],
-)
-def test_samplers_that_do_not_serve_this_rank(in_a_job: Any, arguments: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        loader_of(Numbers(8), **arguments)
-
-
 class Keeping(Numbers):
     """Has a state."""
 
@@ -818,13 +659,34 @@ class Keeping(Numbers):
         pass
 
 
-def test_datasets_with_a_state_are_refused(in_a_job: Any) -> None:
-    with pytest.raises(ValueError, match="state of a dataset"):
-        loader_of(Keeping(8))
+@pytest.mark.parametrize(
+    ("places", "arguments", "words"),
+    [
+        ({"LOCAL_RANK": ""}, {}, "torchrun"),
+        ({"LOCAL_WORLD_SIZE": "x"}, {}, "torchrun"),
+        ({"RANK": "2"}, {}, "torchrun"),
+        ({"MASTER_PORT": None, "TORCHELASTIC_RUN_ID": None}, {}, "tell this job from others"),
+        ({}, {"sampler": [0, 1]}, "cannot divide what list gives"),
+        ({}, {"sampler": DistributedSampler(Numbers(8), 2, 0)}, "is for rank 0 of 2"),
+        ({}, {"sampler": DistributedSampler(Numbers(8), 3, 1)}, "is for rank 1 of 3"),
+        ({}, {"sampler": Unsized(1, 2)}, "Unsized has no length: define __len__"),
+        ({}, {"dataset": Keeping(8)}, "state of a dataset"),
+    ],
+)
+def test_what_does_not_serve_a_rank_is_refused(
+    in_a_job: Any, places: dict[str, Any], arguments: Any, words: str
+) -> None:
+    for name, value in places.items():
+        if value is None:
+            in_a_job.delenv(name, raising=False)
+        else:
+            in_a_job.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        pooled(**{"dataset": Numbers(8), **arguments})
 
 
 def test_alone_it_is_the_plain_loader() -> None:
-    loader = loader_of(Numbers(8), shuffle=True, seed=1)
+    loader = pooled(Numbers(8), shuffle=True, seed=1)
     assert loader._session is None
     assert indices(loader) == indices(DataLoader(Numbers(8), 4, shuffle=True, seed=1))
 
@@ -832,12 +694,12 @@ def test_alone_it_is_the_plain_loader() -> None:
 def test_one_rank_on_each_node_is_the_plain_loader_of_its_part(in_a_job: Any) -> None:
     in_a_job.setenv("LOCAL_RANK", "0")
     in_a_job.setenv("LOCAL_WORLD_SIZE", "1")
-    loader = loader_of(Numbers(12), 3, shuffle=True)
-    assert indices(loader) == expected(12, 3, 2, 1)[1][0]
+    loader = pooled(Numbers(12), 3, shuffle=True)
+    assert indices(loader) == dealt(12, 3, 2, 1)[1][0]
     assert loader.state_dict()["finished"]
 
 
 def test_a_copy_is_another_loader(in_a_job: Any) -> None:
-    loader = loader_of(Numbers(8))
+    loader = pooled(Numbers(8))
     copy = pickle.loads(pickle.dumps(loader))
     assert copy._session._number != loader._session._number
