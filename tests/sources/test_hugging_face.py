@@ -13,7 +13,7 @@ import pytest
 import minato
 from minato import DataLoader
 from tests.selection import mostly_slow, numbers_for
-from tests.streams.test_resume import resumed, saved
+from tests.streams.streams import resumed, saved
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
 

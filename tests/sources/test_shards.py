@@ -15,7 +15,7 @@ import pytest
 from minato import DataLoader, MinatoWarning
 from minato.sources.base import SourceError
 from minato.sources.tars import TarShards
-from tests.streams.test_resume import resumed, saved
+from tests.streams.streams import resumed, saved
 
 COUNT, SHARDS = 10, 4
 

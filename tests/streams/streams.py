@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import random
 import time
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
@@ -96,8 +99,7 @@ class Cursor(datasets.Cursor):
 
     def __init__(self, numbers: range, raises: Iterable[int] = (), pause_s: float = 0.0) -> None:
         super().__init__(numbers)
-        self.pause_s = pause_s
-        self.raises = frozenset(raises)
+        self.raises, self.pause_s = frozenset(raises), pause_s
 
     def __next__(self) -> Any:
         if self.at < len(self.numbers):
@@ -137,8 +139,7 @@ class Seeking:
     """
 
     def __init__(self, numbers: range, read: Any) -> None:
-        self.numbers = iter(numbers)
-        self.read = read
+        self.numbers, self.read = iter(numbers), read
 
     def __iter__(self) -> Seeking:
         return self
@@ -302,10 +303,11 @@ def plain(batch: Any) -> Any:
 
 
 def numbers(batches: Iterable[Any]) -> list[int]:
-    """The numbers of all items, which come without draws or before them."""
+    """The numbers of all items, which come without draws, before them, or as rows of Hugging Face."""
     found: list[int] = []
     for batch in batches:
         first = batch[0] if isinstance(batch, list | tuple) else batch
+        first = first["row"] if isinstance(first, dict) else first
         found += [int(number) for number in torch.as_tensor(first).reshape(-1)]
     return found
 
@@ -318,3 +320,27 @@ def items(batches: Iterable[Any]) -> list[tuple[float, ...]]:
         drawn = len(values) > 2
         found += zip(*(one[1] for one in values), strict=True) if drawn else zip(values[1])
     return found
+
+
+def hugging_face(size: int, num_shards: int) -> Any:
+    """An iterable dataset of Hugging Face; each row says its number."""
+    table = pytest.importorskip("datasets").Dataset.from_dict({"row": list(range(size))})
+    return table.to_iterable_dataset(num_shards=num_shards)
+
+
+def saved(loader: Any) -> Any:
+    """The state, which is JSON."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def resumed(state: Any, loader: Any) -> Any:
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+def interrupted(
+    first: Any, stop: int, later: Any, content: Callable[[Any], list[Any]] = numbers
+) -> list[Any]:
+    """What so many batches of a loader hold, and what another one gives that goes on from its state."""
+    got = content(itertools.islice(first, stop)) if stop else []
+    return got + content(resumed(saved(first), later))

@@ -15,8 +15,8 @@ from minato import DataLoader, MinatoWarning, Readers, merge_states
 from minato.streams.shards import ShardedDataset
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
-from tests.streams.streams import STREAMS, Draws, Split, items, numbers
-from tests.streams.test_resume import drawn_for, resumed, saved, whole
+from tests.streams.streams import STREAMS, Draws, Split, items, numbers, resumed, saved
+from tests.streams.test_resume import drawn_for, whole
 
 SIZE = 45
 

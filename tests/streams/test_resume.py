@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,21 +29,15 @@ from tests.streams.streams import (
     IteratorState,
     Raises,
     Split,
+    hugging_face,
+    interrupted,
     items,
     numbers,
+    resumed,
+    saved,
 )
 
 SIZE = 45
-
-
-def saved(loader: Any) -> Any:
-    """The state, which is JSON."""
-    return json.loads(json.dumps(loader.state_dict()))
-
-
-def resumed(state: Any, loader: Any) -> Any:
-    loader.load_state_dict(json.loads(json.dumps(state)))
-    return loader
 
 
 def drawn_for(number: int) -> list[float]:
@@ -54,10 +47,10 @@ def drawn_for(number: int) -> list[float]:
 @functools.cache
 def whole(
     stream: Callable[[int], Split],
-    readers: int,
-    size: int,
-    epoch: int,
-    transforms: bool,
+    readers: int = 3,
+    size: int = 4,
+    epoch: int = 0,
+    transforms: bool = False,
     drop_last: bool = False,
 ) -> list[tuple[float, ...]]:
     """What an epoch delivers in strict order, without a stop and without workers."""
@@ -67,10 +60,10 @@ def whole(
 
 def make(
     stream: Callable[[int], Split],
-    readers: int | Readers,
-    size: int,
-    epoch: int | None,
-    transforms: bool,
+    readers: int | Readers = 3,
+    size: int = 4,
+    epoch: int | None = None,
+    transforms: bool = False,
     **options: Any,
 ) -> Any:
     dataset = stream(SIZE)
@@ -148,13 +141,12 @@ def test_a_loaded_state_is_used_up_by_the_first_batch(
 ) -> None:
     """An iterator that is made and dropped takes nothing with it, whatever its workers have read."""
     num_workers, persistent = workers
-    given = {"num_workers": num_workers, "persistent_workers": persistent, "order": "strict"}
 
     def loader() -> Any:
-        return make(stream, 3, 4, None, False, **given)
+        given = {"num_workers": num_workers, "persistent_workers": persistent}
+        return make(stream, order="strict", **given)
 
-    expected = whole(stream, 3, 4, 0, False)
-    first = make(stream, 3, 4, None, False, num_workers=0) if stop == 0 else loader()
+    first = make(stream, num_workers=0) if stop == 0 else loader()
     got = items(itertools.islice(first, stop))
     state = saved(first)
     later = resumed(state, loader())
@@ -164,7 +156,7 @@ def test_a_loaded_state_is_used_up_by_the_first_batch(
         wait_until(lambda board=board: not num_workers or any(map(board.read, range(3))))
         del iterator
     assert saved(later)["readers"]["each"][0]["done"] == state["readers"]["each"][0]["done"]
-    assert got + items(later) == expected
+    assert got + items(later) == whole(stream)
     assert sorted(int(item[0]) for item in items(later)) == list(range(SIZE))
     again = resumed(state, loader())
     more = items(itertools.islice(again, 1))
@@ -174,14 +166,12 @@ def test_a_loaded_state_is_used_up_by_the_first_batch(
 
 
 def test_another_number_of_readers_is_refused() -> None:
-    first = make(Split, 3, 4, None, False, num_workers=2)
+    first = make(Split, num_workers=2)
     next(iter(first))
-    state = saved(first)
     refusal = "number of readers of the dataset was 3 .* is 2 here; give readers=3"
-    with pytest.raises(ValueError, match=refusal):
-        make(Split, 2, 4, None, False, num_workers=2).load_state_dict(state)
-    with pytest.raises(ValueError, match=refusal):
-        DataLoader(Split(SIZE), 4, num_workers=2, seed=3).load_state_dict(state)
+    for other in (make(Split, 2, num_workers=2), DataLoader(Split(SIZE), 4, num_workers=2, seed=3)):
+        with pytest.raises(ValueError, match=refusal):
+            resumed(saved(first), other)
 
 
 @pytest.mark.parametrize(
@@ -201,23 +191,13 @@ def test_set_epoch_reaches_every_copy(workers: dict[str, Any]) -> None:
     """Of the dataset and of the loader, before any epoch, and in the middle of one."""
     stream = Split(SIZE)
     loader = DataLoader(stream, 4, readers=3, **workers)
-
-    def epochs(batches: Any) -> set[int]:
-        found = numbers(batches)
+    for sets, epoch in ((stream, 3), (stream, 5), (loader, 2), (loader, 8), (stream, 0)):
+        if epoch == 8:
+            next(iter(loader))
+        sets.set_epoch(epoch)
+        found = numbers(loader)
         assert len(found) == SIZE
-        return {number // 1000 for number in found}
-
-    stream.set_epoch(3)
-    assert epochs(loader) == {3}
-    stream.set_epoch(5)
-    assert epochs(loader) == {5}
-    loader.set_epoch(2)
-    assert epochs(loader) == {2}
-    next(iter(loader))
-    loader.set_epoch(8)
-    assert epochs(loader) == {8}
-    stream.set_epoch(0)
-    assert epochs(loader) == {0}
+        assert {number // 1000 for number in found} == {epoch}
 
 
 class Forgetful(DatasetState):
@@ -229,28 +209,19 @@ class Forgetful(DatasetState):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 0), (0, 1)])
 def test_reading_again_is_exact_where_the_state_is_not(before: int, after: int) -> None:
-    def loader(num_workers: int, resume: str) -> Any:
-        readers = Readers(3, resume=resume)
-        return make(
-            Forgetful, readers, 4, None, False, num_workers=num_workers, snapshot_every_n_steps=1
-        )
-
     for resume, is_exact in (("read", True), ("state", False)):
-        first = loader(before, resume)
-        got = items(itertools.islice(first, 7))
-        got += items(resumed(saved(first), loader(after, resume)))
-        assert (sorted(int(item[0]) for item in got) == list(range(SIZE))) == is_exact
+        first, later = (
+            make(Forgetful, Readers(3, resume=resume), num_workers=each, snapshot_every_n_steps=1)
+            for each in (before, after)
+        )
+        assert (sorted(interrupted(first, 7, later)) == list(range(SIZE))) == is_exact
 
 
 def test_reading_again_draws_the_same() -> None:
-    expected = whole(Draws, 3, 4, 0, False)
     readers = Readers(3, resume="read")
-    first = make(IteratorState, readers, 4, None, False, num_workers=2)
-    assert len(items(itertools.islice(first, 6))) == 24
-    first = make(Draws, readers, 4, None, False, num_workers=2)
-    got = items(itertools.islice(first, 6))
-    later = make(Draws, readers, 4, None, False, num_workers=1)
-    assert got + items(resumed(saved(first), later)) == expected
+    assert len(items(itertools.islice(make(IteratorState, readers, num_workers=2), 6))) == 24
+    first, later = (make(Draws, readers, num_workers=each) for each in (2, 1))
+    assert interrupted(first, 6, later, items) == whole(Draws)
 
 
 class CountsEpochs(EpochState):
@@ -281,13 +252,20 @@ def test_set_epoch_holds_after_a_resumed_epoch_as_if_it_had_run_through(stream: 
     assert len(head + rest[0]) == len(rest[1])
 
 
-def test_epochs_after_a_resumed_one_are_whole() -> None:
-    for num_workers, persistent in ((2, True), (2, False), (0, False)):
-        given = {"num_workers": num_workers, "persistent_workers": persistent}
-        first = make(DatasetState, 3, 4, None, False, **given)
-        got = numbers(itertools.islice(first, 4))
-        later = resumed(saved(first), make(DatasetState, 3, 4, None, False, **given))
-        assert sorted(got + numbers(later)) == list(range(SIZE))
+@pytest.mark.parametrize("sets_epoch", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(2, True), (2, False), (0, False)])
+def test_epochs_after_a_resumed_one_are_whole(
+    num_workers: int, persistent: bool, sets_epoch: bool
+) -> None:
+    """The number of the resumed one can come again."""
+    given: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent}
+    if sets_epoch:
+        given |= {"epoch": 0, "snapshot_every_n_steps": 1}
+    later = make(DatasetState, **given)
+    assert sorted(interrupted(make(DatasetState, **given), 5, later)) == list(range(SIZE))
+    for _ in range(2):
+        if sets_epoch:
+            later.set_epoch(0)
         assert sorted(numbers(later)) == list(range(SIZE))
 
 
@@ -320,7 +298,7 @@ def test_what_is_drawn_where_iteration_begins_is_drawn_again(
 
     def loader(**workers: Any) -> Any:
         torch.manual_seed(3)
-        return make(stream, Readers(2, resume=resume), 4, None, False, **workers)
+        return make(stream, Readers(2, resume=resume), **workers)
 
     given: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     whole_run = loader(**given)
@@ -330,10 +308,9 @@ def test_what_is_drawn_where_iteration_begins_is_drawn_again(
         for _ in range(epoch):
             list(first)
         got = items(itertools.islice(first, stop)) if stop else []
-        later = resumed(saved(first), loader(num_workers=2 - num_workers))
-        assert got + items(later) == expected[epoch], (epoch, stop)
-        later = resumed(saved(first), loader(**given))
-        assert got + items(later) == expected[epoch], (epoch, stop)
+        for workers in ({"num_workers": 2 - num_workers}, given):
+            later = resumed(saved(first), loader(**workers))
+            assert got + items(later) == expected[epoch], (epoch, stop)
         assert items(later) == expected[epoch + 1], (epoch, stop)
 
 
@@ -341,40 +318,14 @@ def test_what_is_drawn_where_iteration_begins_is_drawn_again(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_epochs_of_hugging_face_after_a_resumed_one_are_whole(num_workers: int) -> None:
     """Its streams apply a loaded state in each later epoch, too."""
-    datasets = pytest.importorskip("datasets")
     workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-
-    def loader() -> Any:
-        table = datasets.Dataset.from_dict({"row": list(range(40))})
-        return DataLoader(table.to_iterable_dataset(num_shards=2), 4, **workers)
-
-    def rows(batches: Any) -> list[int]:
-        return [row for batch in batches for row in batch["row"].tolist()]
-
     for epochs, stop in (*itertools.product((0, 1), (0, 1, 5, 10)), (2, 5)):
-        first = loader()
+        first, again = (DataLoader(hugging_face(40, 2), 4, **workers) for _ in range(2))
         for _ in range(epochs):
-            rows(first)
-        got = rows(itertools.islice(first, stop)) if stop else []
-        again = resumed(saved(first), loader())
-        assert sorted(got + rows(again)) == list(range(40)), (epochs, stop)
-        assert sorted(rows(itertools.islice(again, 10))) == list(range(40)), (epochs, stop)
-        assert sorted(rows(again)) == list(range(40)), (epochs, stop)
-
-
-def test_the_number_of_a_resumed_epoch_can_come_again() -> None:
-    given: dict[str, Any] = {
-        "num_workers": 2,
-        "persistent_workers": True,
-        "snapshot_every_n_steps": 1,
-    }
-    first = make(DatasetState, 3, 4, 0, False, **given)
-    got = numbers(itertools.islice(first, 5))
-    later = resumed(saved(first), make(DatasetState, 3, 4, 0, False, **given))
-    assert sorted(got + numbers(later)) == list(range(SIZE))
-    for _ in range(2):
-        later.set_epoch(0)
-        assert sorted(numbers(later)) == list(range(SIZE))
+            list(first)
+        assert sorted(interrupted(first, stop, again)) == list(range(40)), (epochs, stop)
+        for batches in (itertools.islice(again, 10), again):
+            assert sorted(numbers(batches)) == list(range(40)), (epochs, stop)
 
 
 class Unreachable(DatasetState):
@@ -389,32 +340,29 @@ class Unreachable(DatasetState):
 @pytest.mark.filterwarnings("ignore:1 samples of this epoch", "ignore:1 of 2 readers")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_reader_that_cannot_begin_leaves_the_state_of_the_others(num_workers: int) -> None:
-    how: dict[str, Any] = {"num_workers": num_workers, "errors": "skip"}
-    loader = DataLoader(Unreachable(SIZE), 4, readers=2, **how)
-    got = numbers(itertools.islice(loader, 3))
-    again = resumed(saved(loader), DataLoader(Unreachable(SIZE), 4, readers=2, **how))
-    assert got + numbers(again) == list(range(16, SIZE))
+    how: dict[str, Any] = {"readers": 2, "num_workers": num_workers, "errors": "skip"}
+    first, again = (DataLoader(Unreachable(SIZE), 4, **how) for _ in range(2))
+    assert interrupted(first, 3, again) == list(range(16, SIZE))
 
 
 class Skips(Split):
     """Its iterators can pass over items, have no state, and raise at the number 3."""
 
     def __iter__(self) -> Any:
-        return SkippingCursor(self.numbers(), [3])
+        return SkippingCursor(self.numbers())
 
 
 class SkippingCursor:
-    def __init__(self, numbers: range, raises: Sequence[int]) -> None:
-        self.numbers, self.raises, self.at = numbers, raises, 0
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.at = numbers, 0
 
     def __next__(self) -> int:
         if self.at >= len(self.numbers):
             raise StopIteration
         self.at += 1
-        number = self.numbers[self.at - 1]
-        if number in self.raises:
-            raise KeyError(number)
-        return number
+        if self.numbers[self.at - 1] == 3:
+            raise KeyError(3)
+        return self.numbers[self.at - 1]
 
     def skip(self, n: int) -> None:
         self.at += n
@@ -422,13 +370,14 @@ class SkippingCursor:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_items_behind_a_batch_that_raised_are_passed_over_once(num_workers: int) -> None:
-    first = DataLoader(Skips(SIZE), 8, readers=1, num_workers=num_workers)
+    first, *others = (
+        DataLoader(Skips(SIZE), 8, readers=1, num_workers=each) for each in (num_workers, 0, 1)
+    )
     batches = iter(first)
     with pytest.raises(KeyError):
         next(batches)
     assert numbers([next(batches)]) == [*range(4, 12)]
-    for after in (0, 1):
-        later = DataLoader(Skips(SIZE), 8, readers=1, num_workers=after)
+    for later in others:
         assert numbers(resumed(saved(first), later)) == [*range(12, SIZE)]
 
 
@@ -436,38 +385,23 @@ def test_items_behind_a_batch_that_raised_are_passed_over_once(num_workers: int)
 @pytest.mark.parametrize("reader", [0, 1])
 def test_a_reader_that_had_not_begun_begins_with_what_the_epoch_before_left(reader: int) -> None:
     """The state of the other one alone is that of the later epoch."""
-    datasets = pytest.importorskip("datasets")
-
-    def loader() -> Any:
-        table = datasets.Dataset.from_dict({"row": list(range(40))})
-        return DataLoader(
-            *(table.to_iterable_dataset(num_shards=2), 4),
-            num_workers=2,
-            persistent_workers=True,
-        )
-
-    first = loader()
+    first, later = (
+        DataLoader(hugging_face(40, 2), 4, num_workers=2, persistent_workers=True) for _ in range(2)
+    )
     list(first)
     left = saved(first)["readers"]["each"][reader]
-    got = [row for batch in itertools.islice(first, 1) for row in batch["row"].tolist()]
+    got = numbers(itertools.islice(first, 1))
     state = saved(first)
     state["readers"]["each"][reader]["state"] = left["state"]
-    later = resumed(state, loader())
-    got += [row for batch in later for row in batch["row"].tolist()]
-    assert sorted(got) == list(range(40))
+    assert sorted(got + numbers(resumed(state, later))) == list(range(40))
 
 
 def test_a_dataset_of_this_process_goes_on_while_items_wait() -> None:
     """They wait for their batch, and the present state is behind them."""
-
-    def cost(item: Any) -> int:
-        return 1
-
     for size in (5, 4):
-        plan = CostBatches(size, cost, padded=False)
+        plan = CostBatches(size, lambda item: 1, padded=False)
         loader = DataLoader(DatasetState(SIZE), plan, collate_fn=torch.tensor)
-        got = numbers(itertools.islice(loader, 2))
-        assert got + numbers(resumed(saved(loader), loader)) == list(range(SIZE))
+        assert interrupted(loader, 2, loader) == list(range(SIZE))
 
 
 class Holding(IteratorState):
@@ -567,21 +501,17 @@ def test_a_stream_is_not_asked_for_its_state_while_another_reads_it(by: str) -> 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_that_has_become_shorter_is_told(num_workers: int) -> None:
-    first = DataLoader(Split(SIZE), 4, num_workers=num_workers)
-    assert len(list(itertools.islice(first, 8))) == 8
-    later = DataLoader(Split(20), 4, num_workers=num_workers)
-    later.load_state_dict(first.state_dict())
+    first, later = (DataLoader(Split(size), 4, num_workers=num_workers) for size in (SIZE, 20))
     with pytest.warns(MinatoWarning, match="ended after 20 items, and an earlier run delivered 32"):
-        assert list(later) == []
+        assert len(interrupted(first, 8, later)) == 32
 
 
 @pytest.mark.parametrize("readers", [None, {"turn": 0, "set_epoch": None, "each": []}])
 def test_a_state_without_its_readers_is_damaged(readers: Any) -> None:
     first = DataLoader(Split(SIZE), 4)
-    assert len(list(itertools.islice(first, 2))) == 2
-    state = {**first.state_dict(), "readers": readers}
+    next(iter(first))
     with pytest.raises(ValueError, match="the state is damaged: it is not about 1 readers"):
-        DataLoader(Split(SIZE), 4).load_state_dict(state)
+        resumed({**saved(first), "readers": readers}, DataLoader(Split(SIZE), 4))
 
 
 @pytest.mark.parametrize(
@@ -592,13 +522,13 @@ def test_the_end_of_a_reader_and_its_state_are_one(
 ) -> None:
     """A state that is taken while a worker says the one and then the other."""
     write = getattr(*late)
+    how: Any = {"persistent_workers": True, "multiprocessing_context": "fork"}
 
     def slowly(*arguments: Any, **options: Any) -> None:
         time.sleep(0.1)
         write(*arguments, **options)
 
     def loader() -> Any:
-        how = {"persistent_workers": True, "multiprocessing_context": "fork"}
         return DataLoader(Around(12), 3, num_workers=1, snapshot_every_n_steps=None, **how)
 
     for pause_s in (0.0, 0.05, 0.15, 0.3):

@@ -18,8 +18,8 @@ from minato._support.items import set_resumed
 from minato.streams.shards import ShardIterator
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, sweep
-from tests.streams.streams import numbers
-from tests.streams.test_resume import resumed, saved, workers_of
+from tests.streams.streams import numbers, resumed, saved
+from tests.streams.test_resume import workers_of
 
 
 class Cursor:
