@@ -60,6 +60,29 @@ class Model(torch.nn.Module):
         return {"loss": (output - 1).square().mean(), "output": output}
 
 
+def lightning_module() -> Any:
+    """A class of Lightning's modules that keep the batches that they train, as ``kept`` has them, by epoch."""
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(2, 1)
+            self.epochs: dict[int, list[Any]] = {}
+
+        def kept(self, batch: dict[str, Any]) -> Any:
+            return batch["index"].tolist()
+
+        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+            self.epochs.setdefault(self.current_epoch, []).append(self.kept(batch))
+            return self.model(batch["x"]).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Module
+
+
 QUIET: dict[str, Any] = {
     "use_cpu": True,
     "report_to": [],
@@ -73,6 +96,15 @@ QUIET_LIGHTNING: dict[str, Any] = {
     "enable_model_summary": False,
 }
 """Arguments of Lightning's Trainer."""
+
+
+IN_TWO_RANKS: dict[str, Any] = {
+    **QUIET_LIGHTNING,
+    "devices": 2,
+    "strategy": "ddp",
+    "logger": False,
+}
+"""The same for jobs of two ranks."""
 
 
 @contextmanager

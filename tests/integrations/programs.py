@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from torch.utils.data import DistributedSampler
 import minato
 from minato.shared_pool import source
 from tests.delivery.recorder import Recorder
-from tests.integrations.models import Indexed, Model, Stream, noisy
+from tests.integrations.models import (
+    IN_TWO_RANKS,
+    Indexed,
+    Model,
+    Stream,
+    lightning_module,
+    noisy,
+)
 from tests.integrations.ranks import engines, rank_and_count
 
 NUM_EPOCHS = 3
@@ -60,28 +68,22 @@ def resumed() -> dict[str, Any]:
     source.accelerator_of = lambda device: recorder  # type: ignore[assignment]
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
+    how: Any = {"num_workers": 1, "seed": 5, "workers": minato.SharedPool(), "device": "meta"}
 
-    def make(order: str) -> Any:
-        return minato.DataLoader(
-            Indexed(40), 4, shuffle=True, num_workers=1, order=order, seed=5, workers=minato.SharedPool(),
-            device="meta",
-        )  # fmt: skip
+    def indices(batches: list[Any]) -> list[list[int]]:
+        recorder.run()
+        return [batch["index"].tolist() for batch in batches]
 
     for order in ("strict", "arrival"):
-        loader = make(order)
+        loader = minato.DataLoader(Indexed(40), 4, shuffle=True, order=order, **how)
         batches = iter(loader)
-        kept = [next(batches)["index"] for _ in range(2)]
+        kept = [next(batches) for _ in range(2)]
         state = loader.state_dict()
         dist.barrier()
         del batches, loader
-        loader = make(order)
+        loader = minato.DataLoader(Indexed(40), 4, shuffle=True, order=order, **how)
         loader.load_state_dict(json.loads(json.dumps(state)))
-        kept += [batch["index"] for batch in loader]
-        recorder.run()
-        found[order] = [[index.tolist() for index in kept]]
-        kept = [batch["index"] for batch in loader]
-        recorder.run()
-        found[order].append([index.tolist() for index in kept])
+        found[order] = [indices([*kept, *loader]), indices([*loader])]
     dist.destroy_process_group()
     return found
 
@@ -101,22 +103,18 @@ def _without_one(on_rank_death: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     # They must not be through before they learn of it.
     size = 100_000 if on_rank_death == "raise" else 160
-    loader = minato.DataLoader(
-        Indexed(size, 0.01), 4, num_workers=1, workers=minato.SharedPool(on_rank_death)
-    )
-    batches, kept = iter(loader), []
-    while True:
-        try:
-            batch = next(batches, None)
-        except RuntimeError as error:
-            return {"indices": kept, "error": str(error)}
-        if batch is None:
-            return {"indices": kept, "error": None}
-        kept += batch["index"].tolist()
-        if rank == count - 1 and len(kept) == 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with suppress(RuntimeError):  # gloo finds out, too
-            dist.all_reduce(torch.ones(1))
+    how: Any = {"num_workers": 1, "workers": minato.SharedPool(on_rank_death)}
+    kept: list[int] = []
+    try:
+        for batch in minato.DataLoader(Indexed(size, 0.01), 4, **how):
+            kept += batch["index"].tolist()
+            if rank == count - 1 and len(kept) == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with suppress(RuntimeError):  # gloo finds out, too
+                dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return {"indices": kept, "error": str(error)}
+    return {"indices": kept, "error": None}
 
 
 def _trained(make_loader: Callable[[Any, Any, str], Any]) -> dict[str, Any]:
@@ -166,38 +164,22 @@ def accelerated() -> dict[str, Any]:
 def lightning() -> dict[str, Any]:
     """Lightning with a loader that is passed, one that the module makes, and one in Fabric."""
     from lightning.fabric import Fabric
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
     found: dict[str, Any] = {}
-    options: Any = {
-        "batch_size": 4,
-        "shuffle": True,
-        "num_workers": 2,
-        "transforms": [noisy],
-        "order": "arrival",
-        "seed": 5,
-    }
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model()
-            self.epochs: list[list[list[int]]] = []
+    def make() -> minato.DataLoader[Any]:
+        how: Any = {"transforms": [noisy], "order": "arrival", "seed": 5}
+        return minato.DataLoader(Indexed(40), 4, shuffle=True, num_workers=2, **how)
 
-        def on_train_epoch_start(self) -> None:
-            self.epochs.append([])
-
-        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
-            self.epochs[-1].append(batch["index"].tolist())
+    class Module(lightning_module()):  # type: ignore[misc]
+        def kept(self, batch: dict[str, Any]) -> list[int]:
             assert batch["marked"].all()
-            return self.model(**batch)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.01)
+            return super().kept(batch)
 
     class Making(Module):
         def train_dataloader(self) -> minato.DataLoader[Any]:
-            return minato.DataLoader(Indexed(40), **options)
+            return make()
 
     def keep(name: str, epochs: list[list[list[int]]], used: Any) -> None:
         found[name] = {
@@ -211,25 +193,16 @@ def lightning() -> dict[str, Any]:
         }
 
     def fit(name: str, module: Module, *loaders: Any) -> None:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=NUM_EPOCHS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = Trainer(max_epochs=NUM_EPOCHS, enable_checkpointing=False, **IN_TWO_RANKS)
         trainer.fit(module, *loaders)
-        keep(name, module.epochs, trainer.train_dataloader)
+        keep(name, [*module.epochs.values()], trainer.train_dataloader)
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
-    loader = fabric.setup_dataloaders(minato.DataLoader(Indexed(40), **options))
+    loader = fabric.setup_dataloaders(make())
     model = Model()
     keep("fabric", [train(model, loader) for _ in range(NUM_EPOCHS)], loader._dataloader)
-    fit("passed", Module(), minato.DataLoader(Indexed(40), **options))
+    fit("passed", Module(), make())
     fit("made", Making())
     return found
 
@@ -237,18 +210,12 @@ def lightning() -> dict[str, Any]:
 def accelerate_checkpoint() -> dict[str, Any]:
     """Accelerate, whose checkpoint has the state of one rank for all, in the middle of an epoch."""
     import accelerate
-    from accelerate.utils import DataLoaderConfiguration
 
-    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
+    stateful = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=stateful)
-    _, prepared = accelerator.prepare(
-        Model(), minato.DataLoader(Indexed(40), 4, shuffle=True, seed=5)
-    )
-    kept = []
-    for number, batch in enumerate(prepared):
-        kept.append(batch["index"].tolist())
-        if number == 1:
-            break
+    loader = minato.DataLoader(Indexed(40), 4, shuffle=True, seed=5)
+    _, prepared = accelerator.prepare(Model(), loader)
+    kept = [batch["index"].tolist() for batch in islice(prepared, 2)]
     folder = _folder()
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
@@ -260,35 +227,20 @@ def accelerate_checkpoint() -> dict[str, Any]:
 
 def lightning_checkpoint() -> dict[str, Any]:
     """Lightning, whose checkpoint has the state of one rank for all, in the middle of an epoch."""
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model()
-            self.batches: list[list[int]] = []
-
-        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
-            self.batches.append(batch["index"].tolist())
-            return self.model(**batch)["loss"]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.01)
 
     folder = _folder()
 
-    def fit(**more: Any) -> list[list[int]]:
-        module, path = Module(), more.pop("path", None)
+    def fit(path: str | None = None, **more: Any) -> list[list[int]]:
+        module = lightning_module()()
         loader = minato.DataLoader(Indexed(40), 4, shuffle=True, seed=5)
-        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        Trainer(max_epochs=1, **options, **quiet, **more).fit(module, loader, ckpt_path=path)
-        return module.batches
+        Trainer(max_epochs=1, **IN_TWO_RANKS, **more).fit(module, loader, ckpt_path=path)
+        return module.epochs[0]
 
     each_step = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     whole = fit(callbacks=[each_step])
-    rest = fit(enable_checkpointing=False, path=f"{folder}/step=2.ckpt")
+    rest = fit(f"{folder}/step=2.ckpt", enable_checkpointing=False)
     return {"epochs": [whole[:2] + rest]}
 
 

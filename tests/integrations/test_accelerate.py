@@ -52,9 +52,20 @@ def indices(batches: Any) -> list[list[int]]:
     return [batch["index"].tolist() for batch in batches]
 
 
+def drawn(batches: Any) -> list[Any]:
+    """The indices and what their transform has drawn."""
+    return [(batch["index"].tolist(), batch["noise"].tolist()) for batch in batches]
+
+
+SHUFFLED: dict[str, Any] = {"shuffle": True, "seed": 5, "transforms": [noisy]}
+
+
+def loader_of(size: int = 20, batch_size: int = 4, **options: Any) -> minato.DataLoader[Any]:
+    return minato.DataLoader(Indexed(size), batch_size, **options)
+
+
 def test_prepare_keeps_engine_and_options(accelerator: Any) -> None:
-    loader = minato.DataLoader(Indexed(20), 4, num_workers=2, shuffle=True, **OPTIONS)
-    prepared = accelerator.prepare(loader)
+    prepared = accelerator.prepare(loader_of(num_workers=2, shuffle=True, **OPTIONS))
     with engines() as seen:
         batches = list(prepared)
     assert seen() == OURS
@@ -63,66 +74,47 @@ def test_prepare_keeps_engine_and_options(accelerator: Any) -> None:
     assert type(prepared.base_dataloader) is minato.DataLoader
     assert {name: getattr(prepared, name) for name in OPTIONS} == OPTIONS
     assert type(prepared.prefetch_factor) is not int  # the default, which does not bound
+    bounded = accelerator.prepare(loader_of(num_workers=1, prefetch_factor=3))
+    assert (bounded.prefetch_factor, type(bounded.prefetch_factor)) == (3, int)
 
 
 def test_prepare_gives_what_the_loader_gives(accelerator: Any) -> None:
-    def fresh() -> Any:
-        return minato.DataLoader(
-            Indexed(20), 4, num_workers=2, shuffle=True, seed=5, transforms=[noisy]
-        )
-
-    loader, prepared = fresh(), accelerator.prepare(fresh())
+    loader, prepared = (loader_of(num_workers=2, **SHUFFLED) for _ in range(2))
+    prepared = accelerator.prepare(prepared)
     for _ in range(3):
-        for mine, theirs in zip(loader, prepared, strict=True):
-            assert mine["index"].tolist() == theirs["index"].tolist()
-            assert torch.equal(mine["noise"], theirs["noise"])
-
-
-def test_a_bound_of_prefetching_is_kept(accelerator: Any) -> None:
-    loader = minato.DataLoader(Indexed(20), 4, num_workers=1, prefetch_factor=3)
-    prepared = accelerator.prepare(loader)
-    assert (prepared.prefetch_factor, type(prepared.prefetch_factor)) == (3, int)
+        assert drawn(loader) == drawn(prepared)
 
 
 def test_skipping_goes_on_in_the_same_epoch(accelerator: Any) -> None:
-    prepared = accelerator.prepare(
-        minato.DataLoader(Indexed(20), 4, shuffle=True, seed=5, transforms=[noisy])
-    )
-    whole = [list(prepared) for _ in range(3)]
+    prepared = accelerator.prepare(loader_of(**SHUFFLED))
+    whole = [drawn(prepared) for _ in range(3)]
     skipping = accelerator.skip_first_batches(prepared, 2)
     skipping.set_epoch(2)  # Accelerate before 1.15 starts again with 0
     with engines() as seen:
-        rest = list(skipping)
+        assert drawn(skipping) == whole[2][2:]
     assert seen() == OURS
-    assert indices(rest) == indices(whole[2][2:])
-    assert [b["noise"].tolist() for b in rest] == [b["noise"].tolist() for b in whole[2][2:]]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_skipping_without_an_accelerator(shuffle: bool) -> None:
-    loader = minato.DataLoader(Indexed(20), 4, shuffle=shuffle, seed=5, transforms=[noisy])
+    loader = loader_of(**{**SHUFFLED, "shuffle": shuffle})
     loader.set_epoch(2)
-    whole = list(loader)
+    whole = drawn(loader)
     loader.set_epoch(2)
     skipping = accelerate.skip_first_batches(loader, 2)
     assert type(skipping) is minato.DataLoader
-    rest = list(skipping)
-    assert indices(rest) == indices(whole[2:])
-    assert [b["noise"].tolist() for b in rest] == [b["noise"].tolist() for b in whole[2:]]
+    assert drawn(skipping) == whole[2:]
     # Who has the whole loader asks it for the report, as trainers' callbacks do.
     assert [each.throughput.batches for each in loader.report().epochs] == [5, 3]
 
 
 def test_skipping_in_a_stream(accelerator: Any) -> None:
     prepared = accelerator.prepare(minato.DataLoader(Stream(20), 4, num_workers=1))
+    batches = [list(range(i, i + 4)) for i in range(0, 20, 4)]
     with engines() as seen:
-        assert indices(accelerator.skip_first_batches(prepared, 3)) == [
-            [12, 13, 14, 15],
-            [16, 17, 18, 19],
-        ]
-        assert indices(accelerate.skip_first_batches(minato.DataLoader(Stream(20), 4), 4)) == [
-            [16, 17, 18, 19]
-        ]
+        assert indices(accelerator.skip_first_batches(prepared, 3)) == batches[3:]
+        plain = minato.DataLoader(Stream(20), 4)
+        assert indices(accelerate.skip_first_batches(plain, 4)) == batches[4:]
     assert seen() == OURS
 
 
@@ -148,8 +140,7 @@ def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
 def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> None:
     accelerator = make_accelerator(use_seedable_sampler=True)
     for seed in (None, 5):
-        loader = minato.DataLoader(Indexed(20), 4, shuffle=True, seed=seed)
-        prepared = accelerator.prepare(loader)
+        prepared = accelerator.prepare(loader_of(shuffle=True, seed=seed))
         first, second = indices(prepared), indices(prepared)
         assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(20))
         assert first != second
@@ -158,7 +149,7 @@ def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> N
 
 
 def test_a_prepared_loader_can_be_copied(accelerator: Any) -> None:
-    prepared = accelerator.prepare(minato.DataLoader(Indexed(8), 4, order="arrival"))
+    prepared = accelerator.prepare(loader_of(8, order="arrival"))
     for twin in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
         assert type(twin.base_dataloader) is minato.DataLoader
         assert twin.order == "arrival"
@@ -190,14 +181,10 @@ def test_losing_the_engine_is_told(make_accelerator: Callable[..., Any]) -> None
     accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
     # A process that reads for others is ahead of them, which is known of torchdata's states alone.
     processes = mock.Mock(num_processes=2, process_index=0)
+    how = {"dispatch_batches": True, "put_on_device": True, "use_stateful_dataloader": True}
     with (
         mock.patch("accelerate.data_loader.PartialState", return_value=processes),
         pytest.warns(minato.MinatoWarning, match="loads without minato's engine"),
     ):
-        prepared = prepare_data_loader(
-            minato.DataLoader(Indexed(8), 4, transforms=[noisy]),
-            dispatch_batches=True,
-            put_on_device=True,
-            use_stateful_dataloader=True,
-        )
+        prepared = prepare_data_loader(loader_of(8, transforms=[noisy]), **how)
     assert all(batch["marked"].all() for batch in prepared.base_dataloader)

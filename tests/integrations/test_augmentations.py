@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from minato import DataLoader
-from tests.datasets import TOO_MANY_WORKERS, Numbers
+from tests.datasets import Numbers, flat
 
 pytestmark = [
-    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning"),
@@ -27,28 +26,25 @@ class Images(Numbers):
         super().__init__(24)
         self.transform, self.shape = transform, shape
 
+    def image(self, index: int) -> Any:
+        return np.random.default_rng(index).random(self.shape, np.float32)
+
     def __getitem__(self, index: int) -> Any:
-        image = np.random.default_rng(index).random(self.shape).astype(np.float32)
-        return index, float(np.asarray(self.transform(image)).sum())
-
-
-def uncollated(samples: list[Any]) -> list[Any]:
-    return samples
+        return index, float(np.asarray(self.transform(self.image(index))).sum())
 
 
 def check(make: Callable[[], Any], **options: Any) -> None:
-    def epochs(num_workers: int) -> tuple[Any, Any]:
-        loader = DataLoader(
-            make(), 4, True, num_workers=num_workers, seed=5, collate_fn=uncollated, **options
-        )
-        found = [dict(sample for batch in loader for sample in batch) for _ in range(2)]
+    def epochs(num_workers: int) -> Any:
+        how: Any = {"num_workers": num_workers, "seed": 5, "collate_fn": list, **options}
+        loader = DataLoader(make(), 4, True, **how)
+        found = [dict(flat(loader)) for _ in range(2)]
         assert loader.reproduce(3)[1] == found[1][3]
-        return found[0], found[1]
+        return found
 
     first, second = epochs(0)
     assert len(set(first.values())) == 24
     assert sum(first[index] == second[index] for index in first) < 5
-    assert epochs(2) == epochs(5) == (first, second)
+    assert epochs(2) == epochs(5) == [first, second]
 
 
 def monai_transforms() -> Any:
@@ -63,30 +59,28 @@ def monai_transforms() -> Any:
     )
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_monai(seed: int | None) -> None:
+@pytest.mark.parametrize("seeds", ["none", "compose", "workers"])
+def test_monai(seeds: str) -> None:
+    """Also with a seed of its own, and with its function that seeds workers."""
+
     def make() -> Any:
         compose = monai_transforms()
-        if seed is not None:
-            compose.set_random_state(seed=seed)
+        if seeds == "compose":
+            compose.set_random_state(seed=3)
         return Images(compose, 1, 16, 16)
 
-    check(make)
-
-
-def test_monai_with_its_own_seeds_of_workers() -> None:
     utils = pytest.importorskip("monai.data.utils")
-    check(lambda: Images(monai_transforms(), 1, 16, 16), worker_init_fn=utils.worker_init_fn)
+    check(make, **({"worker_init_fn": utils.worker_init_fn} if seeds == "workers" else {}))
 
 
 def test_monais_datasets() -> None:
     data = pytest.importorskip("monai.data")
 
-    class Labelled(Numbers):
+    class Labelled(Images):
         def __init__(self) -> None:
-            super().__init__(24)
-            images = [np.random.default_rng(i).random((1, 16, 16), np.float32) for i in range(24)]
-            self.pairs = data.ArrayDataset(images, monai_transforms(), list(range(24)))
+            super().__init__(monai_transforms(), 1, 16, 16)
+            images = [self.image(i) for i in range(24)]
+            self.pairs = data.ArrayDataset(images, self.transform, list(range(24)))
 
         def __getitem__(self, index: int) -> Any:
             image, label = self.pairs[index]
@@ -97,22 +91,14 @@ def test_monais_datasets() -> None:
 
 @pytest.mark.parametrize("seed", [None, 137])
 def test_albumentations(seed: int | None) -> None:
-    albumentations = pytest.importorskip("albumentations")
+    made = pytest.importorskip("albumentations")
 
     class Augment:
         def __init__(self) -> None:
-            self.compose = albumentations.Compose(
-                [
-                    albumentations.HorizontalFlip(p=0.5),
-                    albumentations.RandomCrop(12, 12),
-                    albumentations.RandomBrightnessContrast(p=0.8),
-                    albumentations.GaussNoise(p=1.0),
-                    albumentations.OneOf(
-                        [albumentations.Blur(p=1), albumentations.MotionBlur(p=1)], p=0.5
-                    ),
-                ],
-                seed=seed,
-            )
+            blurs = [made.Blur(p=1), made.MotionBlur(p=1)]
+            steps = [made.HorizontalFlip(p=0.5), made.RandomCrop(12, 12), made.GaussNoise(p=1.0)]
+            steps += [made.RandomBrightnessContrast(p=0.8), made.OneOf(blurs, p=0.5)]
+            self.compose = made.Compose(steps, seed=seed)
 
         def __call__(self, image: Any) -> Any:
             return self.compose(image=image)["image"]

@@ -11,7 +11,7 @@ import torch
 import minato
 from minato.observe.metrics import checked, loaders_in, metrics_of
 from tests.datasets import Numbers
-from tests.integrations.models import QUIET, QUIET_LIGHTNING, Indexed
+from tests.integrations.models import QUIET_LIGHTNING, Indexed, lightning_module
 from tests.subprocesses import output
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours are looked for
@@ -50,29 +50,22 @@ def lightning_trainer(**options: Any) -> Any:
         def log_hyperparams(self, *arguments: Any, **more: Any) -> None:
             """Nothing is kept of these."""
 
-    logger = Kept()
-    trainer = Trainer(
-        logger=logger,
-        enable_checkpointing=False,
-        max_epochs=2,
-        **{**QUIET_LIGHTNING, "log_every_n_steps": 4, **options},
-    )
-    return trainer, logger
+    logger, how = Kept(), {**QUIET_LIGHTNING, "log_every_n_steps": 4, **options}
+    return Trainer(logger=logger, enable_checkpointing=False, max_epochs=2, **how), logger
 
 
+# 0: only at the ends of epochs.
 # 0: only at the ends of epochs.
 @pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10, 12, 16, 20]), (0, [10, 20])])
 def test_lightning(every: int, steps: list[int]) -> None:
     lightning = pytest.importorskip("lightning.pytorch", "2.4")
     from minato.integrations.lightning import MetricsCallback
-    from tests.integrations.test_lightning import Module
 
     assert issubclass(MetricsCallback, lightning.Callback)
     names = ["batches_total", "epoch", "wait_ratio"]
-    trainer, logger = lightning_trainer(
-        callbacks=[MetricsCallback(names=names)], log_every_n_steps=every
-    )
-    trainer.fit(Module(), loader_of(num_workers=1))
+    callbacks = [MetricsCallback(names=names)]
+    trainer, logger = lightning_trainer(callbacks=callbacks, log_every_n_steps=every)
+    trainer.fit(lightning_module()(), loader_of(num_workers=1))
     ours = [(step, row) for step, row in logger.rows if "minato/batches_total" in row]
     assert all(list(row) == [f"minato/{name}" for name in names] for _, row in ours)
     assert [step for step, _ in ours] == steps
@@ -84,11 +77,10 @@ def test_lightning(every: int, steps: list[int]) -> None:
 def test_lightning_without_our_loader() -> None:
     pytest.importorskip("lightning.pytorch", "2.4")
     from minato.integrations.lightning import MetricsCallback
-    from tests.integrations.test_lightning import Module
 
     trainer, logger = lightning_trainer(callbacks=[MetricsCallback()])
     with pytest.warns(minato.MinatoWarning, match="uses no minato.DataLoader but a DataLoader"):
-        trainer.fit(Module(), torch.utils.data.DataLoader(Indexed(8), 4))
+        trainer.fit(lightning_module()(), torch.utils.data.DataLoader(Indexed(8), 4))
     assert not [row for _, row in logger.rows if any("minato" in name for name in row)]
 
 
@@ -107,7 +99,7 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", "1.0")
     transformers = pytest.importorskip("transformers", "5.0")
     from minato.integrations.transformers import log_metrics
-    from tests.integrations.test_transformers import Noted, Ours
+    from tests.integrations.test_transformers import Ours, trainer
 
     reported: list[dict[str, Any]] = []
 
@@ -117,28 +109,14 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
         ) -> None:
             reported.append(dict(logs))
 
-    trainer = Ours(
-        Noted(),
-        transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            **QUIET,
-            per_device_train_batch_size=4,
-            num_train_epochs=2,
-            logging_steps=2,
-            eval_strategy="epoch",
-            save_strategy="no",
-        ),
-        data_collator=torch.utils.data.default_collate,
-        train_dataset=Indexed(20),
-        eval_dataset=Indexed(8),
-        callbacks=[Reporter()],
-    )
-    log_metrics(trainer)
-    log_metrics(trainer, "ours/", ["batches_total"])
-    trainer.train()
+    how = {"logging_strategy": "steps", "logging_steps": 2, "eval_strategy": "epoch"}
+    running = trainer(tmp_path, Ours, [Reporter()], dataloader_num_workers=0, **how)
+    log_metrics(running)
+    log_metrics(running, "ours/", ["batches_total"])
+    running.train()
     assert reported == [
         {name: value for name, value in each.items() if name != "step"}
-        for each in trainer.state.log_history
+        for each in running.state.log_history
     ]
     ours = [each for each in reported if "minato/wait_ratio" in each]
     usual = {"minato/wait_ratio", "minato/samples_per_second", "ours/batches_total"}

@@ -22,27 +22,26 @@ def indices(epochs: Iterable[Epoch]) -> list[int]:
     return sorted(chain(*chain(*epochs)))
 
 
-def check(ranks: list[list[Epoch]], size: int, *, shuffled: bool) -> None:
-    """Compare the epochs of all ranks with what a dataset of this size must give."""
+def check(ranks: list[list[Epoch]], size: int, *, shuffled: bool, length: int = 0) -> None:
+    """Compare the epochs of all ranks with what a dataset of this size must give.
+
+    Args:
+        length: How many batches each must have; 0: all the same.
+    """
     for epochs in zip(*ranks, strict=True):
-        assert len({len(epoch) for epoch in epochs}) == 1
+        lengths = {len(epoch) for epoch in epochs}
+        assert lengths == {length} if length else len(lengths) == 1
         assert indices(epochs) == list(range(size))
     first_orders = [tuple(chain(*epoch)) for epoch in ranks[0]]
     assert len(set(first_orders)) == (len(first_orders) if shuffled else 1)
 
 
-def test_distributed_data_parallel() -> None:
-    ranks = run_ranks("ddp")
+@pytest.mark.parametrize(("program", "count"), [("ddp", 2), ("shared", 4)])
+def test_distributed_data_parallel(program: str, count: int) -> None:
+    """Each rank with workers of its own, and all with one pool."""
+    ranks = run_ranks(program, count)
     for rank in ranks:
         assert rank["engines"] == OURS
-        assert [list(chain(*epoch)) for epoch in rank["strict"]] == rank["expected"]
-    for order in ("strict", "arrival"):
-        check([rank[order] for rank in ranks], 40, shuffled=True)
-
-
-def test_one_pool_for_all_ranks() -> None:
-    ranks = run_ranks("shared", 4)
-    for rank in ranks:
         assert [list(chain(*epoch)) for epoch in rank["strict"]] == rank["expected"]
     for order in ("strict", "arrival"):
         check([rank[order] for rank in ranks], 40, shuffled=True)
@@ -51,8 +50,7 @@ def test_one_pool_for_all_ranks() -> None:
 def test_one_pool_gone_on_with_in_mid_epoch_and_a_device_for_each_rank() -> None:
     ranks = run_ranks("resumed")
     for order in ("strict", "arrival"):
-        assert [[len(epoch) for epoch in rank[order]] for rank in ranks] == [[5, 5]] * 2
-        check([rank[order] for rank in ranks], 40, shuffled=True)
+        check([rank[order] for rank in ranks], 40, shuffled=True, length=5)
 
 
 def test_one_pool_whose_ranks_learn_that_one_was_killed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 import minato
 from tests.datasets import Numbers
-from tests.integrations.models import QUIET, QUIET_LIGHTNING, fresh_accelerate
+from tests.integrations.models import QUIET, QUIET_LIGHTNING, fresh_accelerate, lightning_module
 from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds
@@ -37,11 +38,15 @@ class Drawn(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         noise = float(torch.rand(())) if self.draws else 0.0
-        return {"x": torch.tensor([float(index)]), "index": index, "noise": noise}
+        return {"x": torch.tensor([float(index), 1.0]), "index": index, "noise": noise}
 
 
 def content(batch: Any) -> list[Any]:
     return list(zip(batch["index"].tolist(), batch["noise"].tolist(), strict=True))
+
+
+def contents(batches: Any) -> list[list[Any]]:
+    return [content(batch) for batch in batches]
 
 
 def indices(batches: list[list[Any]]) -> list[int]:
@@ -59,6 +64,11 @@ def made(kind: Any, own: str, workers: int) -> Any:
     return kind(Drawn(own == "seed"), BATCH, **given)
 
 
+def kinds_for(own: str) -> list[Any]:
+    """The loaders that can be compared: torch's has no ``seed=``."""
+    return [minato.DataLoader, *([] if own == "seed" else [TorchLoader])]
+
+
 # ---- Lightning -----------------------------------------------------------------------------------
 
 
@@ -72,61 +82,51 @@ def lightning_run(
     for name in ("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
-    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = torch.nn.Linear(1, 1)
-            self.seen: dict[int, list[list[Any]]] = {}
-
-        def training_step(self, batch: Any, number: int) -> Any:
-            self.seen.setdefault(self.current_epoch, []).append(content(batch))
-            return self.line(batch["x"]).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
+    class Module(lightning_module()):  # type: ignore[misc]
+        def kept(self, batch: Any) -> Any:
+            return content(batch)
 
     torch.manual_seed(7)
     module, loader = Module(), made(kind, own, workers)
     each_step = ModelCheckpoint(
         dirpath=folder, save_top_k=-1, filename="{step}", every_n_train_steps=1
     )
-    lightning.Trainer(
-        max_epochs=EPOCHS,
-        logger=False,
-        **QUIET_LIGHTNING,
-        callbacks=[each_step] if checkpoint is None else [],
-        enable_checkpointing=checkpoint is None,
-        **limits,
-    ).fit(module, loader, ckpt_path=checkpoint)
-    return module.seen
+    keeps = {"callbacks": [each_step]} if checkpoint is None else {"enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS, logger=False, **QUIET_LIGHTNING, **keeps, **limits
+    )
+    trainer.fit(module, loader, ckpt_path=checkpoint)
+    return module.epochs
 
 
 def check_lightning(
     own: str, workers: int, folder: Path, steps: list[int], per_epoch: int = STEPS
 ) -> None:
     limits = {} if per_epoch == STEPS else {"limit_train_batches": per_epoch}
-    kinds = [minato.DataLoader, *([] if own == "seed" else [TorchLoader])]  # it has no seed=
-    runs = [lightning_run(kind, own, workers, folder / kind.__module__, **limits) for kind in kinds]
-    whole = runs[0]
-    assert all(each == whole for each in runs)
+    kinds = kinds_for(own)
+    whole, *others = (
+        lightning_run(kind, own, workers, folder / kind.__module__, **limits) for kind in kinds
+    )
+    assert all(each == whole for each in others)
     for step in steps:
-        found = {}
-        for kind in kinds:
-            checkpoint = folder / kind.__module__ / f"step={step}.ckpt"
-            found[kind] = lightning_run(kind, own, workers, folder, checkpoint, **limits)
-        resumed = found[minato.DataLoader]
-        if TorchLoader in found:  # as many steps in each epoch as with torch's loader
-            expected = {epoch: len(each) for epoch, each in found[TorchLoader].items()}
-            assert {epoch: len(each) for epoch, each in resumed.items()} == expected
+        resumed, *theirs = (
+            lightning_run(
+                *(kind, own, workers, folder, folder / kind.__module__ / f"step={step}.ckpt"),
+                **limits,
+            )
+            for kind in kinds
+        )
+        for each in theirs:  # as many steps in each epoch as with torch's loader
+            assert {epoch: len(batches) for epoch, batches in resumed.items()} == {
+                epoch: len(batches) for epoch, batches in each.items()
+            }
         epoch, done = divmod(step, per_epoch)
         assert list(resumed) == list(range(epoch, EPOCHS))
         for number, batches in resumed.items():
             first = done if number == epoch else 0
-            if own == "seed":
-                assert batches == whole[number][first:]
-            elif own == "distributed":
+            if own == "distributed":
                 assert indices(batches) == indices(whole[number][first:])
-            elif first:  # torch's loader repeats some samples here and leaves others out
+            elif own == "seed" or first:  # torch's loader repeats some and leaves others out
                 assert batches == whole[number][first:]
             elif per_epoch == STEPS:
                 assert sorted(indices(batches)) == ALL
@@ -168,11 +168,11 @@ def transformers_run(
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.line = torch.nn.Linear(1, 1)
+            self.line = torch.nn.Linear(2, 1)
             self.seen: list[list[Any]] = []
 
-        def forward(self, x: torch.Tensor, index: torch.Tensor, noise: torch.Tensor) -> Any:
-            self.seen.append(content({"index": index, "noise": noise}))
+        def forward(self, x: torch.Tensor, **batch: torch.Tensor) -> Any:
+            self.seen.append(content(batch))
             return {"loss": self.line(x).mean()}
 
     class Trainer(transformers.Trainer):  # type: ignore[name-defined,misc]
@@ -193,15 +193,10 @@ def transformers_run(
         seed=5,
     )
     torch.manual_seed(7)
-    model = Model()
+    model, data = Model(), {"train_dataset": Drawn(False), "data_collator": default_collate}
     patched = minato.patch() if kind is minato.DataLoader else contextlib.nullcontext()
     with fresh_accelerate(), patched:
-        running = Trainer(
-            model,
-            arguments,
-            data_collator=torch.utils.data.default_collate,
-            train_dataset=Drawn(False),
-        )
+        running = Trainer(model, arguments, **data)
         running.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     return model.seen
 
@@ -213,11 +208,10 @@ def check_transformers(own: str, workers: int, folder: Path, steps: list[int]) -
     for step in steps:
         checkpoint = folder / "ours" / f"checkpoint-{step}"
         resumed = transformers_run(minato.DataLoader, own, workers, folder, checkpoint)
-        if own == "seed":
-            assert resumed == whole[step:]
-            continue
-        checkpoint = folder / "theirs" / f"checkpoint-{step}"
-        expected = transformers_run(TorchLoader, own, workers, folder, checkpoint)
+        expected = whole[step:]
+        if own != "seed":
+            checkpoint = folder / "theirs" / f"checkpoint-{step}"
+            expected = transformers_run(TorchLoader, own, workers, folder, checkpoint)
         assert resumed == expected
 
 
@@ -251,23 +245,17 @@ def prepared(accelerate: Any, loader: Any, **options: Any) -> Any:
 def test_accelerate_skips_the_batches_that_were_trained(
     own: str, workers: int, accelerate: Any
 ) -> None:
-    loaders = {
-        kind: prepared(accelerate, made(kind, own, workers))
-        for kind in (minato.DataLoader, *([] if own == "seed" else [TorchLoader]))
-    }
-    whole = {
-        kind: [[content(batch) for batch in loader] for _ in range(EPOCHS)]
-        for kind, loader in loaders.items()
-    }
-    for kind in loaders:
+    wholes = []
+    for kind in kinds_for(own):
+        loader = prepared(accelerate, made(kind, own, workers))
+        wholes.append([contents(loader) for _ in range(EPOCHS)])
         for epoch in range(EPOCHS):
             for step in range(STEPS + 1):
-                rest = accelerate.skip_first_batches(
-                    prepared(accelerate, made(kind, own, workers)), step
-                )
+                other = prepared(accelerate, made(kind, own, workers))
+                rest = accelerate.skip_first_batches(other, step)
                 rest.set_epoch(epoch)
-                assert [content(batch) for batch in rest] == whole[kind][epoch][step:]
-        assert whole[kind] == whole[minato.DataLoader]
+                assert contents(rest) == wholes[-1][epoch][step:]
+    assert wholes[0] == wholes[-1]
 
 
 @pytest.mark.parametrize("workers", mostly_slow([0, 2]))
@@ -287,24 +275,22 @@ def test_accelerates_stateful_loaders_are_ours(workers: int, accelerate: Any) ->
             whole.append(content(batch))
             states.append(first.state_dict())
     for step, state in enumerate(states, 1):
-        other = loader()
+        other, found = loader(), list[Any]()
         other.load_state_dict(state)
-        found: list[Any] = []
         while len(found) < len(whole) - step:  # epochs, with no word about their number
-            found += [content(batch) for batch in other]
+            found += contents(other)
         assert found == whole[step:]
 
 
 def test_a_state_that_was_loaded_before_prepare_is_kept(accelerate: Any) -> None:
-    loader = made(minato.DataLoader, "seed", 0)
+    loader, other = (made(minato.DataLoader, "seed", 0) for _ in range(2))
     iterator = iter(loader)
     next(iterator)
-    other = made(minato.DataLoader, "seed", 0)
     other.load_state_dict(loader.state_dict())
     ready = prepared(accelerate, other)
     with pytest.raises(ValueError, match="load the state into the loader that it returns"):
         accelerate.skip_first_batches(other, 1)
-    assert [content(batch) for batch in ready] == [content(batch) for batch in iterator]
+    assert contents(ready) == contents(iterator)
 
 
 # ---- Ray Train -----------------------------------------------------------------------------------
@@ -318,61 +304,43 @@ def marked(sample: Any) -> Any:
 @pytest.mark.parametrize("package", ["ray.train.torch", "ray.train.v2.torch"])
 def test_ray_train_keeps_the_loader(package: str) -> None:
     pytest.importorskip("ray.train.torch")
-    import importlib
-
     utils = importlib.import_module(f"{package}.train_loop_utils")
     minato.DataLoader([0])  # the adapters come with the first one
     context = mock.Mock(get_world_size=lambda: 2)
 
-    def ranks(make: Any) -> list[list[list[int]]]:
-        found = []
-        for rank in range(2):
-            context.get_world_rank = lambda rank=rank: rank
-            replicas = {"get_world_size": lambda *_: 2, "get_rank": lambda *_, rank=rank: rank}
-            patches = [
-                mock.patch.multiple("torch.distributed", is_available=lambda: True, **replicas)
-            ]
+    def in_rank(rank: int, loader: Any) -> Any:
+        """What Ray Train makes of a loader there."""
+        context.get_world_rank = lambda: rank
+        torchs = {
+            "is_available": lambda: True,
+            "get_world_size": lambda *_: 2,
+            "get_rank": lambda *_: rank,
+        }
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.multiple("torch.distributed", **torchs))
             if hasattr(utils, "session"):
-                patches.append(mock.patch.object(utils, "session", context))
+                stack.enter_context(mock.patch.object(utils, "session", context))
                 # Its constructor would start a cluster.
                 accelerator = object.__new__(utils._TorchAccelerator)
                 accelerator._seed = None
-                prepare = accelerator.prepare_data_loader
-            else:
-                patches.append(
-                    mock.patch.object(utils.ray.train, "get_context", return_value=context)
-                )
-                prepare = utils.prepare_data_loader
-            for patch in patches:
-                patch.start()
-            try:
-                loader = prepare(make(), move_to_device=False)
-            finally:
-                for patch in patches:
-                    patch.stop()
-            loader.sampler.set_epoch(1)
-            found.append([(batch["x"][:, 0] - 100).int().tolist() for batch in loader])
-            if make is ours:
-                assert type(loader) is minato.DataLoader
-                assert (loader.order, loader.seed, loader.persistent_workers) == ("batch", 3, True)
-        return found
+                return accelerator.prepare_data_loader(loader, move_to_device=False)
+            given = mock.patch.object(utils.ray.train, "get_context", return_value=context)
+            stack.enter_context(given)
+            return utils.prepare_data_loader(loader, move_to_device=False)
 
-    def ours() -> Any:
-        return minato.DataLoader(
-            Drawn(True),
-            BATCH,
-            shuffle=True,
-            transforms=[marked],
-            order="batch",
-            seed=3,
-            num_workers=1,
-            persistent_workers=True,
+    def numbers(loader: Any) -> list[list[int]]:
+        loader.sampler.set_epoch(1)
+        return sorted((batch["x"][:, 0] - 100).int().tolist() for batch in loader)
+
+    how: Any = {"transforms": [marked], "order": "batch", "seed": 3, "persistent_workers": True}
+    for rank in range(2):
+        ours = in_rank(
+            rank, minato.DataLoader(Drawn(True), BATCH, shuffle=True, num_workers=1, **how)
         )
-
-    def theirs() -> Any:
-        return TorchLoader(Mapped(True), BATCH, shuffle=True)
-
-    assert [sorted(rank) for rank in ranks(ours)] == [sorted(rank) for rank in ranks(theirs)]
+        assert type(ours) is minato.DataLoader
+        assert (ours.order, ours.seed, ours.persistent_workers) == ("batch", 3, True)
+        theirs = in_rank(rank, TorchLoader(Mapped(True), BATCH, shuffle=True))
+        assert numbers(ours) == numbers(theirs)
 
 
 class Mapped(Drawn):
@@ -389,41 +357,28 @@ def test_accelerate_goes_on_with_another_number_of_processes(own: str, splits: b
     """Each process with its own state, and then all with the state of one, as ``save_state`` keeps it."""
     data_loader = pytest.importorskip("accelerate", "1.0").data_loader
     fresh_accelerate()
+    got: list[int] = []
 
-    def prepared(count: int, state: Any = None) -> list[Any]:
-        found = []
+    def run(count: int, state: Any = None, stop: int | None = 1) -> list[Any]:
+        """So many processes take some steps; returns their states."""
+        states = []
         for rank in range(count):
-            given: dict[str, Any] = {"shuffle": True}
-            if own == "seed":
-                given["seed"] = 1
-            else:
-                given["generator"] = torch.Generator().manual_seed(3)
-            made = minato.DataLoader(Numbers(48), 12 if splits else 12 // count, **given)
-            loader = data_loader.prepare_data_loader(
-                made,
-                num_processes=count,
-                process_index=rank,
-                split_batches=splits,
-                use_stateful_dataloader=True,
-            )
+            given: Any = {"generator": torch.Generator().manual_seed(3)}
+            given = {"seed": 1} if own == "seed" else given
+            made = minato.DataLoader(Numbers(48), 12 if splits else 12 // count, True, **given)
+            how: Any = {"num_processes": count, "process_index": rank, "split_batches": splits}
+            loader = data_loader.prepare_data_loader(made, use_stateful_dataloader=True, **how)
             if state is not None:
                 loader.load_state_dict(state)
-            found.append(loader)
-        return found
-
-    def steps(loaders: list[Any], count: int | None) -> tuple[list[int], list[Any]]:
-        got: list[int] = []
-        states = []
-        for loader in loaders:
             for number, batch in enumerate(loader, 1):
-                got += batch.tolist()
-                if number == count:
+                got.extend(batch.tolist())
+                if number == stop:
                     break
             states.append(loader.state_dict())
-        return got, states
+        return states
 
-    first, states = steps(prepared(2), 1)
-    second, states = steps(prepared(3, minato.merge_states(states)), 1)
-    third, states = steps(prepared(3, states[1]), 1)
-    last, _ = steps(prepared(1, minato.merge_states(states[2:], same_step=True)), None)
-    assert sorted(first + second + third + last) == list(range(48))
+    states = run(2)
+    states = run(3, minato.merge_states(states))
+    states = run(3, states[1])
+    run(1, minato.merge_states(states[2:], same_step=True), stop=None)
+    assert sorted(got) == list(range(48))

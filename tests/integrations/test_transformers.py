@@ -59,23 +59,22 @@ class Ours(Trainer):
         )
 
 
-def trainer(folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        **QUIET,
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        num_train_epochs=NUM_EPOCHS,
-        dataloader_num_workers=2,
-        save_strategy="no",
-        logging_strategy="no",
-    )
+def trainer(folder: Path, kind: type[Trainer] = Trainer, callbacks: Any = (), **more: Any) -> Any:
+    given = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "num_train_epochs": NUM_EPOCHS,
+        "dataloader_num_workers": 2,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
     return kind(
         Noted(),
-        arguments,
+        TrainingArguments(output_dir=str(folder), **QUIET, **{**given, **more}),
         data_collator=torch.utils.data.default_collate,
         train_dataset=Indexed(20),
         eval_dataset=Indexed(8),
+        callbacks=[*callbacks],
     )
 
 

@@ -85,9 +85,8 @@ class Everything(Numbers):
             Path(self.mark).touch()
             if index == FLAKY:
                 raise OSError("connection reset")
-            time.sleep(
-                3
-            )  # until the results before it have left: they would be lost, and one named
+            # Until the results before it have left: they would be lost, and one named.
+            time.sleep(3)
             os.kill(os.getpid(), signal.SIGKILL)
         if index in HELD:
             wait_until(Path(f"{self.mark}.left").exists, 300)
@@ -145,8 +144,7 @@ def crew(batches: Any) -> set[int]:
 
 def content(batches: Any) -> list[Any]:
     """All that does not tell who ran it."""
-    parts = [[*batch[:5], batch[5], batch[6]] for batch in batches]
-    return [[np.asarray(part).tolist() for part in batch] for batch in parts]
+    return [[np.asarray(part).tolist() for part in batch[:7]] for batch in batches]
 
 
 def until_both_work(loader: DataLoader[Any]) -> list[Any]:
@@ -206,21 +204,20 @@ def one_node() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def mark(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is missing")
     return str(tmp_path_factory.mktemp("ray") / "mark")
 
 
 def loader_of(mark: str, keys: Keys, **options: Any) -> DataLoader[Any]:
-    return DataLoader(
-        Everything(mark),
-        batch_size=4,
-        sampler=keys,
-        num_workers=2,
-        seed=5,
-        transforms=[in_transform],
-        worker_init_fn=prepare,
-        persistent_workers=True,
-        **options,
-    )
+    how: Any = {"transforms": [in_transform], "worker_init_fn": prepare, "persistent_workers": True}
+    return DataLoader(Everything(mark), 4, sampler=keys, num_workers=2, seed=5, **how, **options)
+
+
+def alone(dataset: Any, **options: Any) -> DataLoader[Any]:
+    """A loader with an actor that has room anywhere."""
+    given = {"num_workers": 1, "workers": RayWorkers({"num_cpus": 0}), **options}
+    return DataLoader(dataset, **given)
 
 
 @pytest.fixture(scope="module")
@@ -252,28 +249,24 @@ def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
         del loader
 
 
-@needs_ray
 def test_a_sample_is_what_a_worker_process_makes_of_it(rig: Rig, from_processes: list[Any]) -> None:
     rig.keys.now = list(range(40))
     rig.loader.set_epoch(EPOCH)
     assert content(list(rig.loader)) == content(from_processes)
 
 
-@needs_ray
 def test_workers_begin_when_the_cluster_has_room_for_them(rig: Rig) -> None:
     assert indices(rig.first) == list(range(40))
     assert len(crew(rig.first)) == 1
     assert len(crew(until_both_work(rig.loader))) == 2
 
 
-@needs_ray
 def test_torch_and_the_dataset_know_which_worker_they_are_in(rig: Rig) -> None:
     batches = until_both_work(rig.loader)
     who = {tuple(each) for batch in batches for each in np.stack(batch[7][:3], 1).tolist()}
     assert who == {(0, 2, 0), (1, 2, 1)}
 
 
-@needs_ray
 def test_costs_are_measured_where_they_arise(rig: Rig) -> None:
     report = rig.loader.report()
     assert report.setup.worker_method == "ray"
@@ -281,7 +274,6 @@ def test_costs_are_measured_where_they_arise(rig: Rig) -> None:
     assert step.count > 0
 
 
-@needs_ray
 def test_an_exception_arrives_with_its_type_and_the_actors_traceback(rig: Rig) -> None:
     rig.keys.now = [1, BAD, 2, 3, 4, 5, 6, 7]
     batches = iter(rig.loader)
@@ -290,34 +282,24 @@ def test_an_exception_arrives_with_its_type_and_the_actors_traceback(rig: Rig) -
     assert "in __getitem__" in str(caught.value)
     assert "Ray actor" in str(caught.value)
     assert indices(batches) == [4, 5, 6, 7]
-
-
-@needs_ray
-def test_an_exception_that_cannot_travel_is_told_of(rig: Rig) -> None:
-    rig.keys.now = [STRANGE, 2, 3, 4]
+    rig.keys.now = [STRANGE, 2, 3, 4]  # which cannot travel
     with pytest.raises(RuntimeError, match="StrangeError: 1 and 2"):
         next(iter(rig.loader))
 
 
-@needs_ray
 def test_what_would_end_an_actor_is_the_error_of_its_sample(rig: Rig) -> None:
     rig.keys.now = [1, LEAVING, 2, 3, 4, 5, 6, 7]
     batches = iter(rig.loader)
-    with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
-        next(batches)
-    assert indices(batches) == [4, 5, 6, 7]
 
     def leave(number: int) -> None:
         sys.exit(number)
 
-    loader: DataLoader[Any] = DataLoader(
-        Points(4), num_workers=1, workers=RayWorkers({"num_cpus": 0}), worker_init_fn=leave
-    )
-    with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
-        next(iter(loader))
+    for each in (batches, iter(alone(Points(4), worker_init_fn=leave))):
+        with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
+            next(each)
+    assert indices(batches) == [4, 5, 6, 7]
 
 
-@needs_ray
 def test_on_error_decides_here_about_what_failed_there(rig: Rig) -> None:
     rig.keys.now = [1, BAD, 2, 3, 4]
     rig.treatment.now = lambda failure: minato.SKIP
@@ -331,7 +313,6 @@ def test_on_error_decides_here_about_what_failed_there(rig: Rig) -> None:
     assert (failure.index, failure.attempts, failure.transform) == (BAD, 2, None)
 
 
-@needs_ray
 def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: str) -> None:
     Path(mark).unlink(missing_ok=True)
     rig.keys.now = [1, FLAKY, 2, 3]
@@ -344,7 +325,6 @@ def test_a_sample_is_tried_again_with_the_same_random_numbers(rig: Rig, mark: st
     assert rig.loader.report().run.errors.recovered == 1
 
 
-@needs_ray
 def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark: str) -> None:
     Path(mark).unlink(missing_ok=True)
     rig.keys.now = [*range(20), DEADLY, *range(20, 60)]
@@ -357,23 +337,16 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark:
     assert "has died (lost)" in trace
 
 
-@needs_ray
 def test_an_actor_that_is_killed_at_the_very_end_is_replaced(rig: Rig, mark: str) -> None:
     """Then nothing is left to claim but what it held, and no worker has an actor: two fit, and three are asked for."""
     import ray
 
     Path(mark).unlink(missing_ok=True)
     room = min(node["Resources"]["memory"] for node in ray.nodes() if node["Alive"])
-    keys = Keys()
+    keys, workers = Keys(), RayWorkers({"num_cpus": 0, "memory": 0.6 * room})
     keys.now = [1, 2, 3, DEADLY]
-    loader: DataLoader[Any] = DataLoader(
-        Everything(mark),
-        sampler=keys,
-        num_workers=3,
-        workers=RayWorkers({"num_cpus": 0, "memory": 0.6 * room}),
-        worker_init_fn=prepare,
-        timeout=_PATIENCE_S,
-    )
+    how: Any = {"num_workers": 3, "worker_init_fn": prepare, "timeout": _PATIENCE_S}
+    loader = alone(Everything(mark), sampler=keys, workers=workers, **how)
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
         assert [int(batch[0]) for batch in loader] == keys.now
 
@@ -388,7 +361,6 @@ class Points(Numbers):
         return TimelinePoint(index, np.full(3, index))
 
 
-@needs_ray
 def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     """And a ``collate_fn`` of one's own gets arrays that it may write to."""
 
@@ -397,14 +369,7 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
             sample.values[0] += 1
         return samples
 
-    loader: DataLoader[Any] = DataLoader(
-        Points(100),
-        batch_size=2,
-        num_workers=1,
-        workers=RayWorkers({"num_cpus": 0}),
-        collate_fn=collate,
-        worker_init_fn=print,
-    )
+    loader = alone(Points(100), batch_size=2, collate_fn=collate, worker_init_fn=print)
     rig.keys.now = list(range(40))
     until_both_work(rig.loader)
     before = _actors()
@@ -418,12 +383,9 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     assert left == []
 
 
-@needs_ray
 def test_a_cycle_through_the_dataset_leaves_no_actor(rig: Rig) -> None:
     numbers: Any = Numbers(100)
-    loader: DataLoader[Any] = DataLoader(
-        numbers, num_workers=1, workers=RayWorkers({"num_cpus": 0})
-    )
+    loader = alone(numbers)
     before = _actors()
     numbers.held = batches = iter(loader)
     next(batches)
@@ -453,17 +415,12 @@ def _fails() -> Any:
     raise OSError("no such disk here")
 
 
-@needs_ray
 def test_a_dataset_that_cannot_be_made_there_is_an_error(rig: Rig) -> None:
-    loader: DataLoader[Any] = DataLoader(
-        Unable(4), num_workers=1, workers=RayWorkers({"num_cpus": 0})
-    )
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-        next(iter(loader))
+        next(iter(alone(Unable(4))))
     assert "no such disk here" in str(caught.value.__cause__)
 
 
-@needs_ray
 def test_a_node_leaves_in_mid_epoch(rig: Rig, mark: str) -> None:
     """Stands behind those that need it: the node does not come back."""
     rig.keys.now = list(range(40))
@@ -480,7 +437,6 @@ def test_a_node_leaves_in_mid_epoch(rig: Rig, mark: str) -> None:
     assert found == rig.keys.now
 
 
-@needs_ray
 def test_a_connection_that_is_closed_is_an_error(rig: Rig) -> None:
     """The very last with the cluster."""
     import ray
@@ -561,32 +517,25 @@ def test_an_exception_keeps_its_traceback_on_the_way() -> None:
     assert "in _fails" in str(arrived.__cause__)
 
 
-def test_a_lost_machine_is_no_fault_of_what_ran_there() -> None:
-    restart_policy = RestartPolicy(restarts=True)
-    lost = WorkerLoss("is lost (its node has died)", infrastructure_fault=True, unable=False)
-    for _ in range(5):
-        warning, error = restart_policy.report(0, 1, lost, None, progress=0)
-        assert re.search("is lost .* between samples. Another worker", warning)
-        assert error is None
-    assert restart_policy.total == 5
-
-
+LOST = WorkerLoss("is lost (its node has died)", infrastructure_fault=True, unable=False)
 THIRD = CurrentSample(position=3, index=3, epoch=0, seed=0, transform=None, started_ns=0)
 
 
-def test_a_sample_that_loses_three_actors_is_the_cause() -> None:
+def test_a_lost_machine_is_no_fault_of_what_ran_there() -> None:
+    """But a sample that loses three actors is the cause, and so is an actor that cannot begin."""
     restart_policy = RestartPolicy(restarts=True)
-    lost = WorkerLoss("is lost", infrastructure_fault=True, unable=False)
+    for _ in range(5):
+        warning, error = restart_policy.report(0, 1, LOST, None, progress=0)
+        assert re.search("is lost .* between samples. Another worker", warning)
+        assert error is None
+    assert restart_policy.total == 5
+    restart_policy = RestartPolicy(restarts=True)
     for _ in range(2):
-        warning, _ = restart_policy.report(0, 1, lost, THIRD, progress=5)
+        warning, _ = restart_policy.report(0, 1, LOST, THIRD, progress=5)
         assert "index 3" in warning
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        restart_policy.report(0, 3, lost, THIRD, progress=5)
-
-
-def test_an_actor_that_cannot_begin_is_an_error_at_once() -> None:
+        restart_policy.report(0, 3, LOST, THIRD, progress=5)
+    unable = WorkerLoss("is lost", infrastructure_fault=False, unable=True)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-        RestartPolicy(restarts=True).report(
-            0, None, WorkerLoss("is lost", False, unable=True), None, 0
-        )
+        RestartPolicy(restarts=True).report(0, None, unable, None, 0)
     assert "before its first sample" in str(caught.value.__cause__)

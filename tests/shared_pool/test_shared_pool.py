@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DistributedSampler, Sampler
 
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
+from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.shared_pool import channel, server
 from minato.shared_pool.client import PoolClient
@@ -63,10 +64,8 @@ def test_a_sampler_for_ranks_is_asked_for_all_of_them() -> None:
 
 
 def test_ranks_of_other_nodes_have_their_own_part() -> None:
-    def program(rank: int, together: Any) -> Any:
-        return [indices(pooled(Numbers(24), 3, shuffle=True))]
-
-    assert run(program, 4, local=2) == dealt(24, 3, 4, 1)[:2]
+    found = run(lambda rank, _: [indices(pooled(Numbers(24), 3, shuffle=True))], 4, local=2)
+    assert found == dealt(24, 3, 4, 1)[:2]
 
 
 @pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
@@ -101,10 +100,10 @@ def test_batches_by_cost() -> None:
 
 
 def test_uneven_parts_are_filled_up_or_dropped() -> None:
-    def program(rank: int, together: Any) -> Any:
-        return [indices(pooled(Numbers(11), 3, drop_last=drop)) for drop in (False, True)]
-
-    filled, dropped = zip(*run(program), strict=True)
+    filled, dropped = (
+        run(lambda rank, _: indices(pooled(Numbers(11), 3, drop_last=drop)))  # noqa: B023
+        for drop in (False, True)
+    )
     assert [len(batches) for batches in filled + dropped] == [2, 2, 1, 1]
     assert set(flat(flat(filled))) == set(range(11))
     assert len(set(flat(flat(dropped)))) == 6
@@ -140,22 +139,13 @@ class Unsized(FirstEight):
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
-        pytest.param(
-            lambda rank: pooled(Endless(), 2, sampler=FirstEight(rank, 2)),
-            in_turn(8, 2),
-            id="endless",
-        ),
-        pytest.param(
-            lambda rank: pooled(Numbers(7), None), [[0, 2, 4, 6], [1, 3, 5, 0]], id="single samples"
-        ),
-        pytest.param(lambda rank: pooled(Numbers(0)), [[], []], id="empty"),
+        (lambda rank: pooled(Endless(), 2, sampler=FirstEight(rank, 2)), in_turn(8, 2)),
+        (lambda rank: pooled(Numbers(7), None), [[0, 2, 4, 6], [1, 3, 5, 0]]),
+        (lambda rank: pooled(Numbers(0)), [[], []]),
         # At first the ledger has places for fewer samples.
-        pytest.param(
-            lambda rank: pooled(Numbers(140_000), 70_000),
-            in_turn(140_000, 70_000),
-            id="long batches",
-        ),
+        (lambda rank: pooled(Numbers(140_000), 70_000), in_turn(140_000, 70_000)),
     ],
+    ids=["endless", "single samples", "empty", "long batches"],
 )
 def test_each_rank_gets_its_part(loader: Any, expected: list[Any]) -> None:
     def program(rank: int, together: Any) -> Any:
@@ -172,17 +162,6 @@ class Ragged(Numbers):
         return np.arange(index % 3), f"number {index}", {index}, torch.full((3,), index)
 
 
-def test_what_has_no_layout_is_pickled() -> None:
-    def program(rank: int, together: Any) -> Any:
-        samples = flat(pooled(Ragged(8), 2, collate_fn=list))
-        return [(array.tolist(), *others, each.tolist()) for array, *others, each in samples]
-
-    assert run(program) == [
-        [([*range(i % 3)], f"number {i}", {i}, [i] * 3) for i in range(rank, 8, 2)]
-        for rank in (0, 1)
-    ]
-
-
 class Worded(Numbers):
     """Numbers and texts, which have a layout."""
 
@@ -190,26 +169,24 @@ class Worded(Numbers):
         return {"text": f"number {index}", "value": float(index)}
 
 
-def test_texts_beside_numbers() -> None:
+def test_what_has_no_layout_is_pickled_and_texts_come_beside_numbers() -> None:
     def program(rank: int, together: Any) -> Any:
-        return [(batch["text"], batch["value"].tolist()) for batch in pooled(Worded(8), 2)]
+        samples = flat(pooled(Ragged(8), 2, collate_fn=list))
+        ragged = [(array.tolist(), *others, each.tolist()) for array, *others, each in samples]
+        return ragged, [(batch["text"], batch["value"].tolist()) for batch in pooled(Worded(8), 2)]
 
-    assert run(program)[1] == [
-        (["number 1", "number 3"], [1.0, 3.0]),
-        (["number 5", "number 7"], [5.0, 7.0]),
-    ]
+    for rank, (ragged, worded) in enumerate(run(program)):
+        parts = in_turn(8, 2)[rank]
+        assert ragged == [([*range(i % 3)], f"number {i}", {i}, [i] * 3) for i in flat(parts)]
+        assert worded == [([f"number {i}" for i in part], part) for part in parts]
 
 
 def test_random_numbers_are_those_of_the_index() -> None:
-    def program(rank: int, together: Any) -> Any:
-        def drawn(loader: Any) -> Any:
-            return sorted(flat(torch.stack(batch, 1).tolist() for batch in loader))
+    def drawn(loader: Any) -> list[Any]:
+        return flat(torch.stack(batch, 1).tolist() for batch in loader)
 
-        alone = DataLoader(Draws(16), 4, num_workers=1, seed=1)
-        return drawn(pooled(Draws(16), seed=1)), drawn(alone)
-
-    (first, all_of_them), (second, _) = run(program)
-    assert sorted([*first, *second]) == all_of_them
+    alone = drawn(DataLoader(Draws(16), 4, num_workers=1, seed=1))
+    assert sorted(flat(run(lambda rank, _: drawn(pooled(Draws(16), seed=1))))) == sorted(alone)
 
 
 def test_slots_are_used_again_and_not_before() -> None:
@@ -280,29 +257,31 @@ def test_an_error_is_raised_where_its_batch_goes(device: str | None) -> None:
 class Deadly(Numbers):
     """One sample ends the first worker that runs it."""
 
-    def __init__(self, size: int, path: str) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.path = path
+        self.died = shared_integers(1)
 
     def __getitem__(self, index: int) -> int:
-        if index == 9 and not os.path.exists(self.path):
-            with open(self.path, "w"):
-                os.kill(os.getpid(), signal.SIGKILL)
+        if index == 9 and not self.died[0]:
+            self.died[0] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
         return index
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker:RuntimeWarning")
 @pytest.mark.parametrize("policy", ["restart", "raise"])
-def test_a_worker_that_dies_is_replaced_or_an_error_for_all(tmp_path: Any, policy: str) -> None:
+def test_a_worker_that_dies_is_replaced_or_an_error_for_all(policy: str) -> None:
+    dataset = Deadly(24)
+
     def program(rank: int, together: Any) -> Any:
-        errors = ErrorPolicy(on_worker_death=policy)
-        loader = pooled(Deadly(24, str(tmp_path / "died")), errors=errors)
+        loader = pooled(dataset, errors=ErrorPolicy(on_worker_death=policy))
         if policy == "raise":
             with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"):
                 list(loader)
         return indices(loader)
 
     assert sorted(flat(flat(run(program)))) == list(range(24))
+    assert dataset.died[0]
 
 
 class Broken(DistributedSampler[int]):
@@ -324,10 +303,9 @@ class Broken(DistributedSampler[int]):
 def test_a_sampler_that_raises_is_an_error_for_all(at: int) -> None:
     def program(rank: int, together: Any) -> Any:
         loader = pooled(Numbers(24), sampler=Broken(rank, at))
-        kind = RuntimeError if rank else LookupError
         if rank == 0:  # the other one waits for it
             time.sleep(0.2)
-        with pytest.raises(kind, match="broken"):
+        with pytest.raises(RuntimeError if rank else LookupError, match="broken"):
             list(loader)
         wait_until(
             lambda: gc.collect() < 0 or not any(isinstance(o, Engine) for o in gc.get_objects())
@@ -335,8 +313,7 @@ def test_a_sampler_that_raises_is_an_error_for_all(at: int) -> None:
         together.wait()
         return indices(loader)
 
-    for rank, batches in enumerate(run(program)):
-        assert flat(batches) == list(range(rank, 24, 2))
+    assert run(program) == in_turn(24)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -419,7 +396,7 @@ def test_one_rank_far_ahead_of_the_other() -> None:
             together.wait()
         return found
 
-    assert sorted(flat(flat(run(program)))) == list(range(200))
+    assert run(program) == in_turn(200, 2)
 
 
 def test_a_host_that_ends_waits_for_the_others() -> None:
@@ -433,10 +410,9 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
             together.wait()
             loader._session._server._wait_at_exit()
             assert not loader._session._server._thread.is_alive()
-        return first, second
+        return [first, second]
 
-    for first, second in zip(*run(program), strict=True):
-        assert sorted(flat([*first, *second])) == list(range(120))
+    assert run(program) == [[part, part] for part in in_turn(120, 2)]
 
 
 def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
@@ -533,10 +509,9 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         wait_until(lambda: arena is None or arena.num_leased == 0)
         return epochs
 
+    theirs = dealt(120, 2, 3, 3)
     with Job(program, 3) as job:
-        theirs = dealt(120, 2, 3, 3)
-        assert job.result(0) == theirs[0]
-        assert job.result(2) == theirs[2]
+        assert [job.result(0), job.result(2)] == theirs[::2]
 
 
 def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
@@ -564,12 +539,8 @@ def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
 
 def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolClient.__init__, "__defaults__", (0.2,))
-
-    def program(rank: int, together: Any) -> Any:
-        if rank == 1:
-            iter(pooled(Numbers(8)))
-
-    with Job(program) as job, pytest.raises(Failure, match="local rank 0 has not begun to iterate"):
+    job = Job(lambda rank, _: rank == 1 and iter(pooled(Numbers(8))))
+    with job, pytest.raises(Failure, match="local rank 0 has not begun to iterate"):
         job.result(1)
 
 
@@ -633,8 +604,7 @@ def test_workers_and_limits_are_those_of_all_ranks() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = pooled(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
         assert rank or loader._history.autoscale.settings.most == 6
-        for _ in loader:
-            pass
+        assert len(list(loader)) == 1
         together.wait()
         if rank == 0:
             setup = loader.report().setup

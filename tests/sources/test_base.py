@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -55,6 +56,14 @@ class Flaky(KeyedSource):
 
     def list_keys(self) -> list[str]:
         return ["a", "b"]
+
+
+def database(path: Path, *statements: str) -> Path:
+    """A file of SQLite in which these were executed."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+    return path
 
 
 class Kept(BatchedSource):
@@ -163,26 +172,28 @@ def test_what_does_not_pass_is_not_tried_again() -> None:
 
 
 def test_what_only_looks_as_if_it_might_pass(tmp_path: Path) -> None:
-    sqlite3.connect(tmp_path / "empty.db").close()
-    source = SQLite(tmp_path / "empty.db", "samples")
-    with pytest.raises(SourceError, match=r"cannot read key 3: OperationalError: no such table"):
-        source.get(3)
-    with sqlite3.connect(tmp_path / "empty.db") as connection:
-        connection.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, text TEXT)")
-        connection.execute("INSERT INTO samples VALUES (3, CAST(x'ff' AS TEXT))")
-    connection.close()
-    with pytest.raises(SourceError, match=r"cannot read key 3: .* Could not decode to UTF-8"):
-        source.get(3)
-    assert source.retries == 0
-    source.close()
+    path = database(tmp_path / "empty.db")
+    with closing(SQLite(path, "samples")) as source:
+        with pytest.raises(
+            SourceError, match=r"cannot read key 3: OperationalError: no such table"
+        ):
+            source.get(3)
+        database(
+            path,
+            "CREATE TABLE samples (id INTEGER PRIMARY KEY, text TEXT)",
+            "INSERT INTO samples VALUES (3, CAST(x'ff' AS TEXT))",
+        )
+        with pytest.raises(SourceError, match=r"cannot read key 3: .* Could not decode to UTF-8"):
+            source.get(3)
+        assert source.retries == 0
 
 
 def test_sqlite_takes_names_in_any_case_and_answers_with_those_asked_for(tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / "a.db")
-    with connection:
-        connection.execute('CREATE TABLE t (id INTEGER PRIMARY KEY, Label INT, "É" INT, "é" INT)')
-        connection.execute("INSERT INTO t VALUES (1, 2, 3, 4)")
-    connection.close()
+    path = database(
+        tmp_path / "a.db",
+        'CREATE TABLE t (id INTEGER PRIMARY KEY, Label INT, "É" INT, "é" INT)',
+        "INSERT INTO t VALUES (1, 2, 3, 4)",
+    )
     rest = {"Label": 2, "É": 3, "é": 4}
     for key in ("id", "ID", "rowid"):
         for columns, expected in (
@@ -191,13 +202,11 @@ def test_sqlite_takes_names_in_any_case_and_answers_with_those_asked_for(tmp_pat
             (["LABEL", "É", key], {"LABEL": 2, "É": 3, key: 1}),
             (["iD"], {"iD": 1}),
         ):
-            source = SQLite(tmp_path / "a.db", "T", key, columns)
-            assert source.keys == [1]
-            assert source[0] == expected
-            source.close()
-    source = SQLite(tmp_path / "a.db", "t", "é")
-    assert source[0] == {"id": 1, "Label": 2, "É": 3}
-    source.close()
+            with closing(SQLite(path, "T", key, columns)) as source:
+                assert source.keys == [1]
+                assert source[0] == expected
+    with closing(SQLite(path, "t", "é")) as source:
+        assert source[0] == {"id": 1, "Label": 2, "É": 3}
 
 
 def test_pauses_double_up_to_a_bound() -> None:
@@ -211,25 +220,16 @@ def test_pauses_double_up_to_a_bound() -> None:
 
 
 def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(
-        {
-            "user": "me",
-            "password": "hush",
-            "access_key_id": "me",
-            "session_token": Env("TOKEN_HERE"),
-        }
-    )
-    assert repr(settings) == (
-        "user='me', password=<secret>, access_key_id='me', session_token=Env('TOKEN_HERE')"
-    )
+    token = Env("TOKEN_HERE")
+    settings = Settings({"user": "me", "password": "hush", "session_token": token})
+    assert repr(settings) == "user='me', password=<secret>, session_token=Env('TOKEN_HERE')"
     monkeypatch.setenv("TOKEN_HERE", "t")
     assert settings.values()["password"] == "hush"
     assert settings.values()["session_token"] == "t"
     with pytest.raises(TypeError, match="'password' is a secret and is not pickled"):
         pickle.dumps(settings)
-    assert pickle.loads(pickle.dumps(Settings({"password": Env("TOKEN_HERE")}))).values() == {
-        "password": "t"
-    }
+    again = pickle.loads(pickle.dumps(Settings({"password": token})))
+    assert again.values() == {"password": "t"}
     monkeypatch.delenv("TOKEN_HERE")
     with pytest.raises(ValueError, match="TOKEN_HERE is not set"):
         settings.values()
@@ -272,11 +272,10 @@ def test_a_place_keeps_its_secrets(url: str, shown: str) -> None:
 def test_a_password_that_no_library_understands_is_refused_and_not_shown(
     scheme: str, letter: str
 ) -> None:
+    words = "has a password with one of the characters"
     for url in (f"{scheme}://me:hu{letter}sh@host/data", f"{scheme}://me:h@hu{letter}sh@host"):
         for take in (Place, shown_url):
-            with pytest.raises(
-                ValueError, match="has a password with one of the characters"
-            ) as told:
+            with pytest.raises(ValueError, match=words) as told:
                 take(url)
             assert "hu" not in str(told.value)
             assert "sh" not in str(told.value).replace("shown", "")
@@ -287,22 +286,17 @@ master_key private_key pkey api_key apikey sse_customer_key encryption_key conn_
 bearer jwt pwd cookies session account_key access_key key secret
 sasl_password dsn conninfo
 """
-
-
-@pytest.mark.parametrize("name", SECRET.split())
-def test_settings_that_are_secret_by_name(name: str) -> None:
-    assert repr(Settings({name: "hush"})) == f"{name}=<secret>"
-
-
 OPEN = """
 access_key_id key_name keyspace ssl_keyfile sslkey keepalives session_timeout user connect_timeout
 port
 """
 
 
-@pytest.mark.parametrize("name", OPEN.split())
-def test_settings_that_are_not(name: str) -> None:
-    assert repr(Settings({name: "x"})) == f"{name}='x'"
+def test_settings_that_are_secret_by_name() -> None:
+    for name in SECRET.split():
+        assert repr(Settings({name: "hush"})) == f"{name}=<secret>"
+    for name in OPEN.split():
+        assert repr(Settings({name: "x"})) == f"{name}='x'"
 
 
 def test_a_place_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,17 +338,13 @@ def test_connections_are_used_again_and_never_by_two() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_broken_connection_is_not_used_again(shared: bool) -> None:
-    made = Opened(shared)
-    with made.connections.lease() as first:
-        pass
-    with pytest.raises(LookupError), made.connections.lease():
-        raise LookupError
-    with made.connections.lease() as second:
-        assert second == first
-    with pytest.raises(OSError, match="gone"), made.connections.lease():
-        raise OSError("gone")
-    with made.connections.lease() as third:
-        assert third == first + 1
+    lease, numbers = Opened(shared).connections.lease, []
+    for error in (None, LookupError, None, OSError, None):
+        with nullcontext() if error is None else pytest.raises(error), lease() as number:
+            numbers.append(number)
+            if error is not None:
+                raise error
+    assert numbers == [1, 1, 1, 1, 2]
 
 
 def test_a_forked_child_opens_its_own_and_closes_none_of_its_parent() -> None:

@@ -76,14 +76,10 @@ STREAMS: list[Callable[[int, int], Any]] = [
 def above(rng: random.Random) -> Any:
     """A dataset over two streams, one of which is seldom read."""
     make = rng.choice(STREAMS)
-    mixed = minato.mix(
-        {"often": make(0, 50), "seldom": rng.choice(STREAMS)(1000, 12)},
-        {"often": 9, "seldom": 1},
-        passes=rng.choice([1, 2]),
-    )
-    return rng.choice(
-        [mixed, make(0, 50), minato.shuffle(mixed, 5), minato.shuffle(make(0, 50), 5)]
-    )
+    sources = {"often": make(0, 50), "seldom": rng.choice(STREAMS)(1000, 12)}
+    mixed = minato.mix(sources, {"often": 9, "seldom": 1}, passes=rng.choice([1, 2]))
+    over = [mixed, make(0, 50), minato.shuffle(mixed, 5), minato.shuffle(make(0, 50), 5)]
+    return rng.choice(over)
 
 
 def numbers(samples: list[Any]) -> list[int]:

@@ -32,22 +32,20 @@ def test_members_of_a_tar_file_are_read_by_their_ranges(
     shards = kind_named("s3").source(url="s3://minato/shards")
     members = tar_members(shards, "first.tar", suffix=".bin")
     assert list(members) == [f"{name_of(i)}.bin" for i in range(COUNT)]
-    source = shards.subset(list(members.values()))
-    loader = minato.DataLoader(
-        source, batch_size=10, num_workers=2, workers="thread", fetch_concurrency=4
-    )
-    labels = [label for batch in loader for label in batch["label"].tolist()]
-    assert labels == list(range(COUNT))
-    save_splits(tmp_path / "index.json", {"first": list(members.values())})
+    parts = list(members.values())
+    how: Any = {"num_workers": 2, "workers": "thread", "fetch_concurrency": 4}
+    loader = minato.DataLoader(shards.subset(parts), 10, **how)
+    assert [label for batch in loader for label in batch["label"].tolist()] == list(range(COUNT))
+    save_splits(tmp_path / "index.json", {"first": parts})
     kept = load_splits(tmp_path / "index.json")["first"]
-    assert kept == list(members.values())
+    assert kept == parts
     assert shards.subset(kept)[7]["label"] == 7
     assert tar_members(shards, "first.tar", suffix=".txt") == {}
 
 
 def test_a_range_beyond_the_end_is_no_sample(tmp_path: Path) -> None:
     (tmp_path / "object").write_bytes(bytes(100))
-    source = Objects(f"file://{tmp_path}", retry=Retry(attempts=1))
+    source = Objects(f"file://{tmp_path}", **ONCE)
     assert source.get(Part("object", 10, 20)) == bytes(10)
     with pytest.raises(SourceError, match=r"Part\(path='object', start=90, end=120\)"):
         source.get(Part("object", 90, 120))
@@ -59,7 +57,7 @@ def test_a_range_beyond_the_end_is_no_sample(tmp_path: Path) -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Every path that ends with ``whole`` is an object of ten bytes; one with ``short`` breaks off in the middle."""
+    """Paths end with ``whole``, an object of ten bytes, with ``short``, which breaks off, or with a status."""
 
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[str]] = []
@@ -68,16 +66,14 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.asked.append(self.path)
         self.authorized.append(self.headers["authorization"])
-        name = self.path.partition("?")[0]
-        if not name.endswith(("whole", "short")):
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", "10")
+        name = unquote(self.path.partition("?")[0])
+        sent = {"whole": b"0123456789", "short": b"01234"}.get(name[-5:], b"")
+        self.send_response(200 if sent else int(name.rpartition("/")[2]))
+        self.send_header("Content-Length", "10" if sent else "0")
         self.send_header("Last-Modified", "Sat, 01 Nov 2025 00:00:00 GMT")
         self.send_header("ETag", '"1"')
         self.end_headers()
-        self.wfile.write(b"0123456789" if name.endswith("whole") else b"01234")
+        self.wfile.write(sent)
         self.close_connection = name.endswith("short")
 
     def log_message(self, *_: Any) -> None:
@@ -99,6 +95,11 @@ GOOGLE = {"disable_oauth": True, "client_email": "", "private_key": "", "private
 """An account that signs nothing."""
 
 
+PLAIN: dict[str, Any] = {"client_options": {"allow_http": True}}
+ONCE: dict[str, Any] = {"retry": Retry(attempts=1)}
+THRICE: dict[str, Any] = {"retry": Retry(attempts=3, first_s=0.001)}
+
+
 def services(address: str) -> dict[str, tuple[str, dict[str, Any]]]:
     account = json.dumps({**GOOGLE, "gcs_base_url": f"http://{address}"})
     azure = {"account_name": "me", "endpoint": f"http://{address}", "skip_signature": True}
@@ -112,18 +113,13 @@ def services(address: str) -> dict[str, tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("service", ["http", "az", "gs"])
 def test_each_service_gives_objects_and_clear_errors(service: str, address: str) -> None:
     url, settings = services(address)[service]
-    source = Objects(
-        url,
-        keys=["whole", "short", "other"],
-        client_options={"allow_http": True, "default_headers": {"x-key": "hush"}},
-        retry=Retry(attempts=1),
-        **settings,
-    )
+    client = {"allow_http": True, "default_headers": {"x-key": "hush"}}
+    source = Objects(url, keys=["whole", "short", "404"], client_options=client, **ONCE, **settings)
     assert source[0] == b"0123456789"
     assert unquote(Answers.asked[-1]).endswith("/data/whole")
     with pytest.raises(SourceError, match="cannot read key 'short'") as short:
         source[1]
-    with pytest.raises(MissingKey, match="no key 'other'") as missing:
+    with pytest.raises(MissingKey, match="no key '404'") as missing:
         source[2]
     for text in (repr(source), str(short.value), str(missing.value)):
         assert "hush" not in text
@@ -133,14 +129,13 @@ def test_each_service_gives_objects_and_clear_errors(service: str, address: str)
 
 
 def test_the_password_of_a_url_is_sent_and_not_told(address: str) -> None:
-    options: Any = {"client_options": {"allow_http": True}, "retry": Retry(attempts=1)}
-    source = Objects(f"http://me:hu%40sh@{address}/data", **options)
+    source = Objects(f"http://me:hu%40sh@{address}/data", **ONCE, **PLAIN)
     assert source.get("whole") == b"0123456789"
     assert Answers.authorized[-1] == f"Basic {base64.b64encode(b'me:hu@sh').decode()}"
     source.close()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    away = Objects(f"http://me:hush@127.0.0.1:{port}/data", **options)
+    away = Objects(f"http://me:hush@127.0.0.1:{port}/data", **ONCE, **PLAIN)
     with pytest.raises(SourceError, match="cannot read key 'whole'") as raised:
         away.get("whole")
     assert "hush" not in f"{raised.value} {raised.value.__cause__!r}"
@@ -148,52 +143,25 @@ def test_the_password_of_a_url_is_sent_and_not_told(address: str) -> None:
     away.close()
 
 
-class Refuses(BaseHTTPRequestHandler):
-    """Every path is the status that answers it."""
-
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        self.send_response(int(self.path.rpartition("/")[2]))
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Standard error is the tests'."""
+def test_what_a_server_refuses_is_asked_for_once(address: str) -> None:
+    source = Objects(f"http://{address}", **THRICE, **PLAIN)
+    for status in (400, 401, 403, 404, 410, 416, 408, 429, 500, 503):
+        Answers.asked.clear()
+        with pytest.raises(SourceError):
+            source.get(str(status))
+        repeated = status >= 500 or status in (408, 429)
+        assert len(Answers.asked) == (3 if repeated else 1), status
 
 
-def test_what_a_server_refuses_is_asked_for_once() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
-        source = Objects(
-            f"http://127.0.0.1:{server.server_port}",
-            client_options={"allow_http": True},
-            retry=Retry(attempts=3, first_s=0.001),
-        )
-        for status in (400, 401, 403, 404, 410, 416, 408, 429, 500, 503):
-            Refuses.asked.clear()
-            with pytest.raises(SourceError):
-                source.get(str(status))
-            repeated = status >= 500 or status in (408, 429)
-            assert len(Refuses.asked) == (3 if repeated else 1), status
-        server.shutdown()
-        serving.join()
-
-
-def test_an_address_without_tls_is_refused_at_once() -> None:
-    source = Objects("http://127.0.0.1:9/data", retry=Retry(attempts=3, first_s=0.001))
-    with pytest.raises(SourceError, match=r"needs client_options={'allow_http': True}$"):
-        source.get("whole")
-    assert source.retries == 0
-
-
-def test_what_the_file_system_refuses_is_asked_for_once(tmp_path: Path) -> None:
-    source = Objects(f"file://{tmp_path}", retry=Retry(attempts=3, first_s=0.001))
-    with pytest.raises(SourceError, match="File name too long"):
-        source.get("x" * 600)
-    assert source.retries == 0
+def test_what_this_machine_refuses_is_asked_for_once(tmp_path: Path) -> None:
+    for url, key, words in (
+        ("http://127.0.0.1:9/data", "whole", r"needs client_options={'allow_http': True}$"),
+        (f"file://{tmp_path}", "x" * 600, "File name too long"),
+    ):
+        source = Objects(url, **THRICE)
+        with pytest.raises(SourceError, match=words):
+            source.get(key)
+        assert source.retries == 0
 
 
 LISTED = """
@@ -204,56 +172,47 @@ from minato.sources.base import Retry
 class PanicException(BaseException):
     pass  # Rust's: no Exception
 
-def panics(self):
-    yield ["a"]
+def panics(*_):
     raise PanicException("index out of bounds")
 
-def dies(self):
-    yield ["a"]
-    os.kill(os.getpid(), signal.SIGKILL)
+def pages(ends):
+    def listed(self):
+        yield ["a"]
+        ends()
+    return listed
 
-def hangs(self):
-    yield ["a"]
-    signal.pause()
+def source():
+    return objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
 
-source = objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
-assert list(source.keys) == ["a"]
+def check(does, message):
+    try:
+        does()
+    except Exception as error:
+        assert type(error).__name__ == "SourceError" and message in str(error), repr(error)
+    else:
+        raise AssertionError(message)
+
+assert list(source().keys) == ["a"]
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-source = objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
-assert list(source.keys) == ["a"]
-for pages, message in ((panics, "panicked: index out of bounds"), (dies, "died"), (hangs, "said nothing for 0 s")):
-    objects._SILENCE_S = 0.2 if pages is hangs else 60.0
+assert list(source().keys) == ["a"]
+for ends, message in (
+    (panics, "panicked: index out of bounds"),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
+    (signal.pause, "said nothing for 0 s"),
+):
+    objects._SILENCE_S = 0.2 if ends is signal.pause else 60.0
+    objects.Objects._pages = pages(ends)
     for handler in (signal.SIG_IGN, signal.SIG_DFL):
         signal.signal(signal.SIGCHLD, handler)
-        objects.Objects._pages = pages
-        source = objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
-        try:
-            source.keys
-        except Exception as error:
-            assert type(error).__name__ == "SourceError" and message in str(error), repr(error)
-        else:
-            raise AssertionError(message)
-objects.obstore.get = lambda *_: next(panics_now())
-
-def panics_now():
-    raise PanicException("in a read")
-    yield
-
-try:
-    source.get("a")
-except Exception as error:
-    assert "key 'a': RuntimeError: obstore panicked: in a read" in str(error), error
+        check(lambda: source().keys, message)
+objects.obstore.get = panics
+check(lambda: source().get("a"), "key 'a': RuntimeError: obstore panicked: index out of bounds")
 """
-
-
-def run_alone(script: str, folder: Path) -> None:
-    """Run a script in a process of its own; it must write nothing to stderr."""
-    output("-W", "ignore", "-c", script, folder)
 
 
 def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
-    run_alone(LISTED, tmp_path)
+    output("-W", "ignore", "-c", LISTED, tmp_path)
 
 
 FORKS = """
@@ -281,7 +240,7 @@ else:
 def test_forked_workers_read_unless_their_parent_did(tmp_path: Path) -> None:
     for i in range(20):
         (tmp_path / name_of(i)).write_bytes(record(i))
-    run_alone(FORKS, tmp_path)
+    output("-W", "ignore", "-c", FORKS, tmp_path)
 
 
 def test_the_keys_of_a_tar_of_nothing(tmp_path: Path) -> None:

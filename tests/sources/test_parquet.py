@@ -7,6 +7,7 @@ import datetime
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids(samples: Any) -> list[int]:
-    return [int(sample["id"]) for sample in samples]
+    """Of rows or of batches of them."""
+    return [number for each in samples for number in np.atleast_1d(each["id"]).tolist()]
 
 
 def test_rows_and_columns_become_numpy(folder: Path) -> None:
@@ -127,19 +129,11 @@ def test_columns_and_rows_are_pushed_down(folder: Path) -> None:
     assert len(Parquet(folder, where=ds.field("id") > 1000)) == 0
 
 
-def test_a_row_group_is_read_once_as_long_as_it_is_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, read = Parquet(folder, ["id"], kept_groups=2), []
-    really = source._groups.read
-
-    def reading(number: int) -> Any:
-        read.append(number)
-        return really(number)
-
-    monkeypatch.setattr(source._groups, "read", reading)
-    assert ids(source[i] for i in (5, 15, 6, 16, 25, 7)) == [5, 15, 6, 16, 25, 7]
-    assert read == [0, 1, 2, 0]
+def test_a_row_group_is_read_once_as_long_as_it_is_kept(folder: Path) -> None:
+    source = Parquet(folder, ["id"], kept_groups=2)
+    with mock.patch.object(source._groups, "read", wraps=source._groups.read) as read:
+        assert ids(source[i] for i in (5, 15, 6, 16, 25, 7)) == [5, 15, 6, 16, 25, 7]
+    assert [call.args for call in read.call_args_list] == [(0,), (1,), (2,), (0,)]
 
 
 @pytest.mark.parametrize("method", ["process", "thread"])
@@ -147,14 +141,8 @@ def test_a_row_group_is_read_once_as_long_as_it_is_kept(
 def test_workers_read_every_row_once(folder: Path, method: str, fetch_concurrency: int) -> None:
     source = Parquet(folder, ["id", "x"])
     assert source[3]["id"] == 3
-    loader = minato.DataLoader(
-        source,
-        batch_size=8,
-        num_workers=2,
-        workers=method,
-        fetch_concurrency=fetch_concurrency,
-    )
-    assert [i for batch in loader for i in batch["id"].tolist()] == list(range(ROWS))
+    how: Any = {"num_workers": 2, "workers": method, "fetch_concurrency": fetch_concurrency}
+    assert ids(minato.DataLoader(source, 8, **how)) == list(range(ROWS))
     again = pickle.loads(pickle.dumps(source))
     assert again[4]["id"] == 4
 
@@ -162,12 +150,11 @@ def test_workers_read_every_row_once(folder: Path, method: str, fetch_concurrenc
 def test_a_stream_in_order_and_shuffled(folder: Path) -> None:
     assert ids(ParquetStream(folder, ["id"])) == list(range(ROWS))
     stream = ParquetStream(folder, ["id"], seed=3, window_rows=30)
-    first = ids(stream)
-    assert ids(stream) == first != list(range(ROWS))
-    assert sorted(first) == list(range(ROWS))
+    first, again = ids(stream), ids(stream)
+    assert again == first != list(range(ROWS))
     stream.set_epoch(1)
     second = ids(stream)
-    assert sorted(second) == list(range(ROWS))
+    assert sorted(first) == sorted(second) == list(range(ROWS))
     assert second != first
     # Whatever ran before, an epoch is the function of (seed, epoch).
     stream.set_epoch(0)
@@ -187,16 +174,9 @@ def test_ranks_and_workers_share_the_row_groups(folder: Path) -> None:
     together = []
     for rank in range(2):
         stream = ParquetStream(folder, ["id"], seed=5, shard=(rank, 2))
-        runs = [
-            [
-                i
-                for batch in minato.DataLoader(stream, 5, num_workers=2)
-                for i in batch["id"].tolist()
-            ]
-            for _ in range(2)
-        ]
-        assert runs[0] == runs[1]
-        together += runs[0]
+        first, second = (ids(minato.DataLoader(stream, 5, num_workers=2)) for _ in range(2))
+        assert first == second
+        together += first
     assert sorted(together) == list(range(ROWS))
 
 
@@ -206,7 +186,7 @@ def test_workers_that_stay_hear_of_the_epoch(folder: Path) -> None:
     epochs = []
     for epoch in (0, 1, 0):
         stream.set_epoch(epoch)
-        epochs.append([i for batch in loader for i in batch["id"].tolist()])
+        epochs.append(ids(loader))
     assert epochs[0] == epochs[2] != epochs[1]
 
 
@@ -271,17 +251,16 @@ def test_all_copies_know_the_same_files(kind: Any, tmp_path: Path) -> None:
     pq.write_table(table(range(20)), tmp_path / "a.parquet", row_group_size=GROUP)
     copied = pickle.loads(pickle.dumps(source))
     for each in (source, copied, copy.deepcopy(copied)):
-        numbers = range(len(each)) if kind is Parquet else None
-        found = ids(each) if numbers is None else ids(each[i] for i in numbers)
-        assert found == list(range(50, 70))
+        rows = map(each.get, range(len(each))) if kind is Parquet else each
+        assert ids(rows) == list(range(50, 70))
 
 
-def written(tmp_path: Path, *columns: Any) -> list[str]:
+def written(tmp_path: Path, reverses: bool, *columns: Any) -> list[str]:
     """A file for each column of values and their type."""
     files = [str(tmp_path / f"{i}.parquet") for i in range(len(columns))]
     for file, (values, kind) in zip(files, columns, strict=True):
         pq.write_table(pa.table({"x": pa.array(values, kind)}), file)
-    return files
+    return files[::-1] if reverses else files
 
 
 SECONDS = [datetime.timedelta(seconds=3)]
@@ -312,8 +291,7 @@ DAYS = pa.struct([("a", pa.date32())]), pa.struct([("a", pa.timestamp("us"))])
 def test_parts_of_columns_have_a_type_that_holds_the_values_of_all_files(
     first: Any, second: Any, expected: list[Any], reverses: bool, tmp_path: Path
 ) -> None:
-    columns = [second, first] if reverses else [first, second]
-    found = [row["x"] for row in ParquetStream(written(tmp_path, *columns))]
+    found = [row["x"] for row in ParquetStream(written(tmp_path, reverses, first, second))]
     found = [value.tolist() if isinstance(value, np.ndarray) else value for value in found]
     assert found == (expected[::-1] if reverses else expected)
     assert repr(found).count("True") == 0  # which equals 1
@@ -335,17 +313,15 @@ def test_parts_of_columns_have_a_type_that_holds_the_values_of_all_files(
 def test_columns_of_which_values_would_be_cut_are_refused(
     first: Any, second: Any, reverses: bool, tmp_path: Path
 ) -> None:
-    columns = [second, first] if reverses else [first, second]
+    files = written(tmp_path, reverses, first, second)
     with pytest.raises(ValueError, match="column 'x' is of type .* no type holds the values of bo"):
-        list(ParquetStream(written(tmp_path, *columns)))
+        list(ParquetStream(files))
 
 
 def test_row_groups_are_found_by_name(folder: Path) -> None:
     groups = ParquetShards(folder)._groups
     names = groups.names()
-    assert names == [
-        f"{folder}/{i}.parquet#{k}" for i in range(2) for k in range(ROWS // GROUP // 2)
-    ]
+    assert names == [f"{folder}/{i // 5}.parquet#{i % 5}" for i in range(ROWS // GROUP)]
     for each in (groups, pickle.loads(pickle.dumps(groups))):
         assert [each.number_of(name) for name in names] == [*range(len(names))]
 

@@ -9,13 +9,14 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from minato import DataLoader, MinatoWarning
 from minato.sources.base import SourceError
 from minato.sources.tars import TarShards
-from tests.streams.streams import resumed, saved
+from tests.streams.streams import interrupted, resumed, saved
 
 COUNT, SHARDS = 10, 4
 
@@ -32,7 +33,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> str:
 def members(number: int, count: int = COUNT) -> list[tuple[str, bytes]]:
     """Two members for each sample; the data of the second says its number."""
     found = [("folder/__meta__.json", b"{}")]
-    for i in range(100 * number, 100 * number + count):
+    for i in numbers_of(number)[:count]:
         found += [(f"folder/{i}.JPG", bytes(700 + i)), (f"folder/{i}.label.txt", b"%d" % i)]
     return found
 
@@ -42,87 +43,87 @@ def tars(folder: Path, first: int = 0) -> Callable[..., Any]:
     return lambda **options: TarShards(files, **options)
 
 
+def numbers_of(i: int) -> range:
+    """Of the samples of a shard."""
+    return range(100 * i, 100 * i + COUNT)
+
+
 def groups(folder: Path, first: int = 0) -> Callable[..., Any]:
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: install 'test'")
     import pyarrow.parquet as pq
 
     from minato.sources.parquet import ParquetShards
 
-    files = []
-    for i in range(first, SHARDS):
-        table = pa.table({"label.txt": range(100 * i, 100 * i + COUNT)})
-        pq.write_table(table, folder / f"{i}.parquet", row_group_size=4)
-        files.append(str(folder / f"{i}.parquet"))
+    files = [str(folder / f"{i}.parquet") for i in range(first, SHARDS)]
+    for i, file in enumerate(files, first):
+        pq.write_table(pa.table({"label.txt": numbers_of(i)}), file, row_group_size=4)
     return lambda **options: ParquetShards(files, **options)
+
+
+def write_lines(folder: Path, i: int, numbers: range, broken: bool = False) -> str:
+    lines = [f'{{"label.txt": {n}}}\n' for n in numbers]
+    if broken:
+        lines[30] = '{"label.txt"\n'
+    (folder / f"{i}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return str(folder / f"{i}.jsonl")
 
 
 def texts(folder: Path, first: int = 0) -> Callable[..., Any]:
     pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
     from minato.sources.hugging_face import HuggingFaceShards
 
-    files = []
-    for i in range(first, SHARDS):
-        file = folder / f"{i}.jsonl"
-        lines = [f'{{"label.txt": {n}}}\n' for n in range(100 * i, 100 * i + COUNT)]
-        file.write_text("".join(lines), encoding="utf-8")
-        files.append(str(file))
+    files = [write_lines(folder, i, numbers_of(i)) for i in range(first, SHARDS)]
     return lambda **options: HuggingFaceShards("json", files, **options)
 
 
 KINDS = pytest.mark.parametrize("kind", [tars, groups, texts])
-EVERY = [100 * i + k for i in range(SHARDS) for k in range(COUNT)]
+EVERY = [n for i in range(SHARDS) for n in numbers_of(i)]
 
 
 def labels(batches: Any) -> list[int]:
     return [int(label) for batch in batches for label in batch["label.txt"]]
 
 
+def in_three_runs(first: Any, second: Any, third: Any, *stops: int) -> list[int]:
+    """The labels of a run that is interrupted twice."""
+    got = labels(itertools.islice(first, stops[0]))
+    return got + interrupted(resumed(saved(first), second), stops[1], third, labels)
+
+
 @KINDS
 def test_resumed_with_other_workers_and_once_more(kind: Callable[..., Any], tmp_path: Path) -> None:
     make = kind(tmp_path)
-
-    def loader(**options: Any) -> Any:
-        return DataLoader(make(seed=4), 3, readers=2, **options)
-
-    expected = labels(loader())
+    whole, *three = (
+        DataLoader(make(seed=4), 3, readers=2, num_workers=each) for each in (0, 1, 0, 2)
+    )
+    expected = labels(whole)
     assert sorted(expected) == EVERY
-    first = loader(num_workers=1)
-    got = labels(itertools.islice(first, 5))
-    second = resumed(saved(first), loader())
-    got += labels(itertools.islice(second, 3))
-    got += labels(resumed(saved(second), loader(num_workers=2)))
-    assert got == expected
+    assert in_three_runs(*three, 5, 3) == expected
 
 
 @KINDS
 def test_a_loaded_state_is_the_state_until_an_item_is_asked_for(
     kind: Callable[..., Any], tmp_path: Path
 ) -> None:
-    items = iter(kind(tmp_path)())
-    for _ in range(13):
-        next(items)
-    state = items.state_dict()
-    other = iter(kind(tmp_path)())
-    other.load_state_dict(state)
-    assert other.state_dict() == state
+    items, other = (iter(kind(tmp_path)()) for _ in range(2))
+    assert len(list(itertools.islice(items, 13))) == 13
+    other.load_state_dict(items.state_dict())
+    assert other.state_dict() == items.state_dict()
 
 
 @KINDS
 def test_new_shards_join_and_gone_ones_are_told(kind: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "all").mkdir()
-    whole = kind(tmp_path / "all")
-    few = kind(tmp_path / "all", 1)
-    first = DataLoader(few(new_shards="append"), 4, readers=2)
-    got = labels(itertools.islice(first, 3))
-    grown = resumed(saved(first), DataLoader(whole(new_shards="append"), 4, readers=2))
-    assert sorted(got + labels(grown)) == EVERY
+    whole, few = kind(tmp_path), kind(tmp_path, 1)
+    first, grown, unchanged = (
+        DataLoader(dataset, 4, readers=2)
+        for dataset in (few(new_shards="append"), whole(new_shards="append"), whole())
+    )
+    assert sorted(interrupted(first, 3, grown, labels)) == EVERY
     with pytest.raises(ValueError, match="the shards have changed since the state was taken"):
-        list(resumed(saved(first), DataLoader(whole(), 4, readers=2)))
-    first = DataLoader(whole(), 4)  # in order: of shard 3 nothing
-    got = labels(itertools.islice(first, 4))
-    kept = kind(tmp_path / "all", 1)(new_shards="append")
+        list(resumed(saved(first), unchanged))
+    first, kept = DataLoader(whole(), 4), DataLoader(few(new_shards="append"), 4)
     with pytest.warns(MinatoWarning, match=r"gone \(.*0\..*\) since the state was taken"):
-        got += labels(resumed(saved(first), DataLoader(kept, 4)))
+        got = interrupted(first, 4, kept, labels)  # in order: of shard 3 nothing at first
     assert sorted(got) == EVERY
 
 
@@ -145,13 +146,7 @@ def broken_texts(folder: Path) -> Callable[[], Any]:
     pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
     from minato.sources.hugging_face import HuggingFaceShards
 
-    files = []
-    for i in range(2):
-        lines = [f'{{"label.txt": {n}}}\n' for n in range(100 * i, 100 * i + 50)]
-        if i == 0:
-            lines[30] = '{"label.txt"\n'
-        files.append(str(folder / f"{i}.jsonl"))
-        Path(files[-1]).write_text("".join(lines), encoding="utf-8")
+    files = [write_lines(folder, i, range(100 * i, 100 * i + 50), i == 0) for i in range(2)]
     return lambda: HuggingFaceShards("json", files, chunksize=100)
 
 
@@ -168,31 +163,18 @@ def test_what_raised_before_the_saved_place_ends_no_reader(
     expected = labels(loader())
     assert 20 < len(expected) < 90
     for stop in range(1, 6):
-        first = loader()
-        got = labels(itertools.islice(first, stop))
-        second = resumed(saved(first), loader())
-        got += labels(itertools.islice(second, 2))
-        assert got + labels(resumed(saved(second), loader())) == expected
-    items = iter(make())
+        assert in_three_runs(loader(), loader(), loader(), stop, 2) == expected
     with pytest.raises(SourceError) as raised:
-        list(items)
+        list(make())
     assert ".tar" in str(raised.value) or "0.jsonl', and leaves out the rest: " in str(raised.value)
 
 
 def test_a_sample_of_a_tar_file(tmp_path: Path) -> None:
-    file = write_tar(
-        tmp_path / "a.tar",
-        [
-            ("x/.hidden", b"0"),
-            ("x/no-suffix", b"0"),
-            ("x.y/1.jpg", b"a"),
-            ("x.y/1.seg.PNG", b"b"),
-            ("1.jpg", b"c"),
-        ],
-    )
+    names = ["x/.hidden", "x/no-suffix", "x.y/1.jpg", "x.y/1.seg.PNG", "1.jpg"]
+    file = write_tar(tmp_path / "a.tar", [(name, name.encode()) for name in names])
     expected = [
-        {"__key__": "x.y/1", "jpg": b"a", "seg.png": b"b"},
-        {"__key__": "1", "jpg": b"c"},
+        {"__key__": "x.y/1", "jpg": b"x.y/1.jpg", "seg.png": b"x.y/1.seg.PNG"},
+        {"__key__": "1", "jpg": b"1.jpg"},
     ]
     assert list(TarShards([Path(file)])) == expected
     packed = tmp_path / "a.tar.gz"
@@ -208,37 +190,23 @@ def test_a_sample_of_a_tar_file(tmp_path: Path) -> None:
         TarShards(file)
 
 
-def test_skipping_reads_only_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = TarShards([write_tar(tmp_path / "0.tar", members(0))])
-    read: list[str] = []
+def test_skipping_reads_only_headers(tmp_path: Path) -> None:
+    rest = iter(TarShards([write_tar(tmp_path / "0.tar", members(0))]))
     extract = tarfile.TarFile.extractfile
-
-    def recorded(self: Any, member: Any) -> Any:
-        read.append(member.name)
-        return extract(self, member)
-
-    monkeypatch.setattr(tarfile.TarFile, "extractfile", recorded)
-    rest = iter(shards)
-    rest.skip(COUNT - 1)
-    assert [sample["__key__"] for sample in rest] == [f"folder/{COUNT - 1}"]
-    assert read == [f"folder/{COUNT - 1}.JPG", f"folder/{COUNT - 1}.label.txt"]
+    with mock.patch.object(
+        tarfile.TarFile, "extractfile", autospec=True, side_effect=extract
+    ) as read:
+        rest.skip(COUNT - 1)
+        assert [sample["__key__"] for sample in rest] == [f"folder/{COUNT - 1}"]
+    names = [call.args[1].name for call in read.call_args_list]
+    assert names == [f"folder/{COUNT - 1}.JPG", f"folder/{COUNT - 1}.label.txt"]
 
 
-def damaged_header(data: bytes) -> bytes:
-    at = data.index(b"folder/5.JPG")
-    return data[:at] + b"X" * 512 + data[at + 512 :]
-
-
-def cut(data: bytes) -> bytes:
-    return data[: data.index(b"folder/5.JPG") + 700]
-
-
-def cut_between_members(data: bytes) -> bytes:
-    return data[: data.index(b"folder/5.JPG")]
+AT = b"folder/5.JPG"
 
 
 def linked(data: bytes) -> bytes:
-    at = data.index(b"folder/5.JPG")
+    at = data.index(AT)
     header = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "strict")
     header.type, header.linkname = tarfile.SYMTYPE, "4.JPG"
     return data[:at] + header.tobuf() + data[at + 512 :]
@@ -248,9 +216,13 @@ def linked(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "text", "kept"),
     [
-        (damaged_header, "a header is damaged", 4),
-        (cut, "unexpected end of data", 5),
-        (cut_between_members, "the file ends without the block of zeros that ends an archive", 4),
+        (lambda data: data.replace(AT, b"X" * len(AT)), "a header is damaged", 4),
+        (lambda data: data[: data.index(AT) + 700], "unexpected end of data", 5),
+        (
+            lambda data: data[: data.index(AT)],
+            "the file ends without the block of zeros that ends an archive",
+            4,
+        ),
         (linked, r"the member 'folder/5\.JPG' is a link or a device: write it as a plain file", 4),
     ],
 )
@@ -263,13 +235,12 @@ def test_a_damaged_file_is_an_error_that_names_it(
     bad = tmp_path / ("0.tar.gz" if packs else "0.tar")
     bad.write_bytes(gzip.compress(data) if packs else data)
     shards = TarShards([str(bad), good])
-    with pytest.raises(
-        SourceError, match=rf"cannot read '.*{bad.name}' behind {kept} samples.*{text}"
-    ):
+    text = rf"cannot read '.*{bad.name}' behind {kept} samples.*{text}"
+    with pytest.raises(SourceError, match=text):
         list(shards)
     loader = DataLoader(shards, 3, errors="skip")
     with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
-        assert labels(loader) == [*range(kept), *range(100, 100 + COUNT)]
+        assert labels(loader) == [*range(kept), *numbers_of(1)]
 
 
 def test_an_archive_ends_with_a_block_of_zeros(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import minato
 from minato import DataLoader, Readers
 from minato.delivery import rank_ends
+from tests.integrations.models import IN_TWO_RANKS, lightning_module
 from tests.integrations.ranks import engines, rank_and_count
 
 READERS = 4
@@ -32,7 +35,7 @@ class Filtered(IterableDataset[dict[str, Any]]):
         assert info is not None
         for number in range(info.id, 200, info.num_workers):
             if info.id % 2 == 0 or number < 60:
-                yield {"x": torch.tensor([number / 200, 1.0]), "number": number}
+                yield {"x": torch.tensor([number / 200, 1.0]), "index": number}
 
 
 class Bounded(Filtered):
@@ -47,12 +50,28 @@ def make(epoch_end: str, stream: type[Filtered] = Filtered, **options: Any) -> D
     return DataLoader(stream(), 4, readers=readers, **options)
 
 
+def accelerator_with(**options: Any) -> Any:
+    import accelerate
+
+    config = accelerate.DataLoaderConfiguration(dispatch_batches=False, **options)
+    return accelerate.Accelerator(cpu=True, dataloader_config=config)
+
+
+def told(does: Callable[[], object]) -> str | None:
+    """The error that it ends with."""
+    try:
+        does()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def trained(model: Any, loader: Any, source: Any = None) -> list[list[Any]]:
     """The numbers of each batch, and whether it is padding, in an epoch with an all-reduce in each step."""
     found = []
     for batch in loader:
         model(batch["x"]).sum().backward()
-        found.append([batch["number"].tolist(), (loader if source is None else source).is_padding])
+        found.append([batch["index"].tolist(), (source or loader).is_padding])
     return found
 
 
@@ -69,111 +88,67 @@ def ddp() -> Any:
 
 
 def accelerated() -> Any:
-    import accelerate
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.data_loader import prepare_data_loader
 
-    accelerator = accelerate.Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False)
-    )
+    accelerator = accelerator_with()
     found: dict[str, Any] = {}
     for mode in MODES:
         model, loader = accelerator.prepare(torch.nn.Linear(2, 1), make(mode))
         found[mode] = [trained(model, loader, loader.base_dataloader) for _ in range(2)]
-    try:
-        accelerate.data_loader.prepare_data_loader(
-            make("pad"), accelerator.device, put_on_device=True, dispatch_batches=True
-        )
-    except ValueError as error:
-        found["refusal"] = str(error)
+    how = {"put_on_device": True, "dispatch_batches": True}
+    found["refusal"] = told(lambda: prepare_data_loader(make("pad"), accelerator.device, **how))
     accelerator.end_training()
     return found
 
 
 def lightning() -> Any:
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.nn.Linear(2, 1)
-            self.epochs: list[list[Any]] = []
-
-        def on_train_epoch_start(self) -> None:
-            self.epochs.append([])
-
-        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
-            self.epochs[-1].append([batch["number"].tolist(), False])
-            return self.model(batch["x"]).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.01)
+    from lightning.pytorch import Trainer
 
     found: dict[str, Any] = {}
     for mode in MODES[:2]:
-        module = Module()
-        trainer = Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        module = lightning_module()()
+        trainer = Trainer(max_epochs=2, enable_checkpointing=False, **IN_TWO_RANKS)
         trainer.fit(module, make(mode))
-        found[mode] = module.epochs
+        found[mode] = [[[batch, False] for batch in epoch] for epoch in module.epochs.values()]
     return found
 
 
 def accelerated_resumed() -> Any:
     """The states of all processes, merged; what Accelerate saves is that of one."""
-    import accelerate
-    from accelerate.utils import DataLoaderConfiguration, gather_object
+    from accelerate.utils import gather_object
 
-    how = DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=True)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=how)
+    accelerator = accelerator_with(use_stateful_dataloader=True)
     folder = os.path.join(os.getcwd(), f"ranks-{os.environ['MASTER_PORT']}")
-    first, second, states = [], [], list[Any]()
+    first, states = [], list[Any]()
     loader = accelerator.prepare(make("pad"))
     for number, batch in enumerate(loader):
-        first += batch["number"].tolist()
+        first += batch["index"].tolist()
         if number == 2:
             states = gather_object([loader.state_dict()])
             accelerator.save_state(folder)
             break
     loader = accelerator.prepare(make("pad"))
     loader.load_state_dict(minato.merge_states(states))
-    for batch in loader:
-        second += batch["number"].tolist()
+    second = [number for batch in loader for number in batch["index"].tolist()]
     accelerator.free_memory()
-    loader, refusal = accelerator.prepare(make("pad")), ""
-    try:
-        accelerator.load_state(folder)
-    except ValueError as error:
-        refusal = str(error)
+    loader = accelerator.prepare(make("pad"))
+    refusal = told(lambda: accelerator.load_state(folder))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         shutil.rmtree(folder)
     accelerator.end_training()
-    return {"first": first, "second": second, "refusal": refusal}
+    return {"first": first, "second": second, "refusal": refusal or ""}
 
 
 def lightning_resumed() -> Any:
     """Lightning saves the state of one rank; the module puts the merged one in its place."""
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.nn.Linear(2, 1)
-            self.numbers: list[int] = []
-
-        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
-            self.numbers += batch["number"].tolist()
-            return self.model(batch["x"]).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.01)
-
+    class Module(lightning_module()):  # type: ignore[misc]
         def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
             if number == 2:  # not after the resume, which goes on with 3
                 self.trainer.save_checkpoint(path)
-                self.first = len(self.numbers)
+                found.append([*self.epochs[0]])
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             states: list[Any] = [None] * self.trainer.world_size
@@ -182,19 +157,16 @@ def lightning_resumed() -> Any:
             loop["combined_loader"] = [minato.merge_states(states)]
 
     path = os.path.join(os.getcwd(), f"ranks-{os.environ['MASTER_PORT']}.ckpt")
-    found = []
+    found: list[Any] = []
     for resumed in (None, path):
         module = Module()
-        trainer = Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = Trainer(max_epochs=1, enable_checkpointing=False, **IN_TWO_RANKS)
         trainer.fit(module, make("pad", Bounded), ckpt_path=resumed)
-        found.append(module.numbers if resumed else module.numbers[: module.first])
     dist.barrier()
     if trainer.is_global_zero:
         os.unlink(path)
-    return {"first": found[0], "second": found[1]}
+    first, second = (list(itertools.chain(*batches)) for batches in (found[0], module.epochs[0]))
+    return {"first": first, "second": second}
 
 
 def all_told(count: int) -> None:
@@ -205,57 +177,49 @@ def all_told(count: int) -> None:
         time.sleep(0.01)
 
 
-def bereaved() -> Any:
-    """The last rank is killed in the middle, and there is no process group that could tell."""
+def read(leaver: int | None = None, killed: int | None = None) -> Any:
+    """An epoch of which a rank leaves, or is killed, after its first batch; how many each has, and what it is told."""
     rank, count = rank_and_count()
-    rank_ends._SILENT_S = 15.0  # type: ignore[misc]
     kept = 0
-    told: str | None = None
-    try:
+
+    def one_epoch() -> None:
+        nonlocal kept
         for _ in make("shortest"):
             kept += 1
-            if rank == count - 1 and kept == 1:
+            if kept == 1 and rank == killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-    except RuntimeError as error:
-        told = str(error)
-    all_told(count - 1)
-    return {"kept": kept, "error": told}
+            if kept == 1 and rank == leaver:
+                break
+
+    error = told(one_epoch)
+    all_told(count - (killed is not None))
+    return {"kept": kept, "error": error}
+
+
+def bereaved() -> Any:
+    """The last rank is killed in the middle, and there is no process group that could tell."""
+    rank_ends._SILENT_S = 15.0  # type: ignore[misc]
+    return read(killed=rank_and_count()[1] - 1)
 
 
 def left() -> Any:
     """A rank leaves the epoch, and the others wait for it."""
-    rank, count = rank_and_count()
-    kept = 0
-    told: str | None = None
-    try:
-        for _ in make("shortest"):
-            kept += 1
-            if rank == 1 and kept == 1:
-                break
-    except RuntimeError as error:
-        told = str(error)
-    all_told(count)
-    return {"kept": kept, "error": told}
+    return read(leaver=1)
 
 
 def doubled() -> Any:
     """Two processes read the same, as rank 1 of 2."""
     rank, count = rank_and_count()
-    told: str | None = None
+    error: str | None = None
     if rank == 0:
         service: Any = rank_ends._service_of(0, 2)
         while not hasattr(service, "_store"):
             time.sleep(0.01)
     else:
-        try:
-            for _ in DataLoader(
-                Filtered(), 4, readers=Readers(2, rank=1, ranks=2, epoch_end="pad")
-            ):
-                pass
-        except RuntimeError as error:
-            told = str(error)
+        readers = Readers(2, rank=1, ranks=2, epoch_end="pad")
+        error = told(lambda: deque(DataLoader(Filtered(), 4, readers=readers), 0))
     all_told(count)
-    return {"error": told}
+    return {"error": error}
 
 
 if __name__ == "__main__":

@@ -55,9 +55,15 @@ class Paused(IteratorState):
     pause_s = 0.001
 
 
+class PausedGenerator(Draws):
+    """It has no state."""
+
+    pause_s = 0.001
+
+
 def mixed(size: int) -> Any:
-    """Two streams that draw, mixed and shuffled."""
-    sources = {name: minato.shuffle(Paused(size // 2), 4) for name in "ab"}
+    """Two streams that draw, mixed and shuffled; one of them is read again from its beginning."""
+    sources = {"a": minato.shuffle(Paused(size // 2), 4), "b": PausedGenerator(size // 2)}
     return minato.shuffle(minato.mix(sources), 16)
 
 
@@ -164,15 +170,13 @@ class Deadly(Split):
             yield number
 
 
+@pytest.mark.filterwarnings("ignore:.*takes its place")
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_an_item_that_ends_every_reader_is_named(on_error: str) -> None:
     """No reader gets past it."""
-    errors = ErrorPolicy(on_error=on_error)
-    loader = DataLoader(Deadly(60), BATCH, num_workers=2, readers=3, errors=errors)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*takes its place")
-        with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-            list(loader)
+    loader = DataLoader(Deadly(60), BATCH, num_workers=2, readers=3, errors=on_error)
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        list(loader)
     assert "while it ran item 4 of reader 2. 3 workers died there" in str(caught.value.__cause__)
 
 
@@ -184,15 +188,8 @@ def deadly(number: int) -> int:
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_an_item_whose_transform_ends_every_worker_is_skipped(order: str) -> None:
-    errors = ErrorPolicy(on_error="skip")
-    loader = DataLoader(
-        *(Split(60), BATCH),
-        num_workers=2,
-        readers=3,
-        order=order,
-        transforms=[deadly],
-        errors=errors,
-    )
+    how: Any = {"order": order, "transforms": [deadly], "errors": "skip"}
+    loader = DataLoader(Split(60), BATCH, num_workers=2, readers=3, **how)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert sorted(numbers(loader)) == sorted({*range(60)} - {37})
@@ -216,10 +213,8 @@ class DeadlyAgain(Split):
 @pytest.mark.filterwarnings("ignore:.*takes its place")
 def test_what_a_reader_no_longer_gives_is_not_skipped() -> None:
     """A transform ends its process, and then the reader does not get past an item that it gave before."""
-    errors = ErrorPolicy(on_error="skip")
-    loader = DataLoader(
-        DeadlyAgain(60), BATCH, num_workers=1, readers=1, transforms=[deadly], errors=errors
-    )
+    how: Any = {"transforms": [deadly], "errors": "skip"}
+    loader = DataLoader(DeadlyAgain(60), BATCH, num_workers=1, readers=1, **how)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
         list(loader)
     assert "item 36 of reader 0. 3 workers died there" in str(caught.value.__cause__)
@@ -251,14 +246,12 @@ class Counted(DatasetState):
 def test_a_reader_with_a_state_is_not_read_again_from_its_beginning(resume: str) -> None:
     stream = Counted(SIZE)
     before = int(stream.read[0, 0])
-    loader = DataLoader(
-        *(stream, BATCH),
-        num_workers=1,
-        readers=Readers(2, resume=resume),
-        prefetch_factor=2,  # what is ahead is read again
-        snapshot_every_n_steps=1,
-        multiprocessing_context="fork",  # so that it counts here
-    )
+    how: Any = {
+        "prefetch_factor": 2,  # what is ahead is read again
+        "snapshot_every_n_steps": 1,
+        "multiprocessing_context": "fork",  # so that it counts here
+    }
+    loader = DataLoader(stream, BATCH, num_workers=1, readers=Readers(2, resume=resume), **how)
     iterator = iter(loader)
     got = [next(iterator) for _ in range(40)]
     os.kill(iterator._source.workers[0].pid, signal.SIGKILL)
@@ -269,19 +262,15 @@ def test_a_reader_with_a_state_is_not_read_again_from_its_beginning(resume: str)
     assert again >= 100 if resume == "read" else again < 40
 
 
+@pytest.mark.filterwarnings("ignore:.*takes its place")
 @pytest.mark.parametrize("kind", [Draws, DatasetState])
 def test_persistent_readers_go_on_as_if_no_worker_had_died(kind: Any) -> None:
     """In the epoch after one in which a worker died early, or after its readers had ended, or in one later on."""
 
     def epochs(stop: int | None, readers: int) -> list[Any]:
         torch.manual_seed(1)
-        loader = DataLoader(
-            *(kind(60), BATCH),
-            num_workers=2,
-            readers=readers,
-            persistent_workers=True,
-            transforms=[slowly],
-        )
+        how: Any = {"num_workers": 2, "persistent_workers": True, "transforms": [slowly]}
+        loader = DataLoader(kind(60), BATCH, readers=readers, **how)
         found, iterator = [], iter(loader)
         for number, batch in enumerate(itertools.chain(iterator, loader)):
             found.append(batch)
@@ -292,6 +281,4 @@ def test_persistent_readers_go_on_as_if_no_worker_had_died(kind: Any) -> None:
     for readers, stops in ((1, (4,)), (3, (7, 12, 20))):
         expected = epochs(None, readers)
         for stop in stops:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*takes its place")
-                assert epochs(stop, readers) == expected
+            assert epochs(stop, readers) == expected

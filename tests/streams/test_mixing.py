@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
-import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +24,10 @@ from tests.streams.streams import (
     Sequences,
     ShardedSequences,
     Split,
+    interrupted,
+    numbers,
+    resumed,
+    saved,
 )
 
 
@@ -98,18 +100,15 @@ def test_weights_change_at_an_item_and_at_a_resume() -> None:
     names = names_of(make_mix(200, 200, weights=schedule))
     assert names == ["web"] * 100 + ["code"] * 200
 
-    def items() -> Any:
-        web, code = (IteratorState(200) for _ in range(2))
-        code.set_epoch(3)
-        return iter(minato.mix({"web": web, "code": code}, weights))
+    def items(web: float) -> Any:
+        sources = {"web": IteratorState(200), "code": IteratorState(200)}
+        sources["code"].set_epoch(3)
+        return iter(minato.mix(sources, {"web": web, "code": 1.0 - web}))
 
-    weights = {"web": 1.0, "code": 0.0}
-    first = items()
+    first = items(1.0)
     got = [next(first)[0] for _ in range(80)]
-    weights = {"web": 0.0, "code": 1.0}
-    second = items()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert got + [item[0] for item in second] == [*range(80), *range(3000, 3200)]
+    got += [item[0] for item in resumed(saved(first), items(0.0))]
+    assert got == [*range(80), *range(3000, 3200)]
 
 
 def test_a_source_that_has_no_weight_any_more_is_not_waited_for() -> None:
@@ -141,77 +140,32 @@ def test_a_source_that_is_read_late_or_again_divides_itself(workers: str) -> Non
         sources = {"early": DatasetState(50), "late": DatasetState(12)}
         schedule = {0: {"early": 1, "late": 0}, 20: {"early": 1, "late": 1}}
         mixed = minato.mix(sources, schedule, passes=2)
-        loader = DataLoader(mixed, 3, readers=2, num_workers=num_workers, workers=workers)
-        return sorted(number for batch in loader for number in batch.tolist())
+        how: Any = {"num_workers": num_workers, "workers": workers}
+        return sorted(numbers(DataLoader(mixed, 3, readers=2, **how)))
 
     assert items(2) == items(0)
     assert len(items(2)) == 2 * (50 + 12)
 
 
 def test_the_report_shows_what_each_source_has_given() -> None:
-    mixed = make_mix(60, 20)
-    loader = DataLoader(minato.shuffle(mixed, 10), 4, readers=2, num_workers=2, collate_fn=list)
+    mixed = minato.shuffle(make_mix(60, 20), 10)
+    loader = DataLoader(mixed, 4, readers=2, num_workers=2, collate_fn=list)
     for _ in range(2):
         for number, _ in enumerate(loader):
             if number == 4:
                 held = loader.report().dataset["items in shuffle buffers"]
     assert held > 0
     report = loader.report()
-    assert report.dataset["items of web"] == 60
-    assert report.dataset["items of code"] == 20
-    assert report.dataset["items in shuffle buffers"] == 0
+    expected = {"items of web": 60, "items of code": 20, "items in shuffle buffers": 0}
+    assert {name: report.dataset[name] for name in expected} == expected
     assert "items of web" in report.details()
     assert json.loads(report.to_json())["dataset"]["items of code"] == 20
 
 
-class Killing(Split):
-    """Kills its process once, at the number 50, if there is a file."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(200)
-        self.path = path
-
-    def __iter__(self) -> Any:
-        for number in self.numbers():
-            if number == 50:
-                try:
-                    os.remove(self.path)
-                except FileNotFoundError:
-                    pass
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            yield number
-
-
-@pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
-def test_the_death_of_a_worker_loses_and_repeats_nothing(tmp_path: Any) -> None:
-    path = tmp_path / "once"
-    path.touch()
-    sources = {"dies": Killing(str(path)), "other": IteratorState(100)}
-    sources["other"].set_epoch(1)
-    dataset = minato.shuffle(minato.mix({**sources}), 20)
-    loader = DataLoader(dataset, None, num_workers=2, readers=3, collate_fn=first_number)
-    assert sorted(loader) == [*range(200), *range(1000, 1100)]
-    assert not path.exists()
-
-
-def first_number(item: Any) -> int:
-    return int(item[0] if isinstance(item, list) else item)
-
-
 def test_held_items_are_not_those_that_are_dropped() -> None:
     """A dataset that does no work on dropped items does it for those that a buffer holds."""
-
-    def make() -> Any:
-        return DataLoader(minato.shuffle(Decoding(60), 8), 4)
-
-    loader = make()
-    got = next(iter(loader)).tolist()
-    state = loader.state_dict()
-    loader = make()
-    loader.load_state_dict(state)
-    got += [number for batch in loader for number in batch.tolist()]
-    assert sorted(got) == list(range(60))
+    first, later = (DataLoader(minato.shuffle(Decoding(60), 8), 4) for _ in range(2))
+    assert sorted(interrupted(first, 1, later)) == list(range(60))
 
 
 def test_a_generator_that_raised_is_told() -> None:
@@ -226,47 +180,61 @@ def test_a_generator_that_raised_is_told() -> None:
 
 
 A, B = Split(3), Split(3)
-BAD: list[tuple[Callable[[], Any], str]] = [
+BAD: list[tuple[Any, Any, str]] = [
+    ([A, B], {}, "has no names"),
+    ({}, {}, "has no names"),
+    ({1: A}, {}, "the name 1 of a source is a int: give text"),
+    ({"a": A, "b": A}, {}, "two sources of minato.mix are the same object"),
+    ({"a": A, "b": [1]}, {}, "source 'b' of minato.mix needs a torch"),
+    ({"a": A}, {"weights": [1]}, "weights=[1] has no names: give a dictionary"),
+    ({"a": A}, {"weights": {5: {"a": 1}}}, "weights begin at item 5"),
+    ({"a": A, "b": B}, {"weights": {"a": 1}}, "weights lacks 'b': give a number for each source"),
     (
-        lambda: minato.shuffle([1, 2], 3),
-        "minato.shuffle needs a torch.utils.data.IterableDataset, and",
-    ),
-    (lambda: minato.shuffle(A, 0), "buffer_size=0 is too small"),
-    (lambda: minato.shuffle(A, 3, seed=0.5), "seed=0.5 is a float: give an integer"),
-    (lambda: minato.mix([A, B]), "has no names"),
-    (lambda: minato.mix({}), "has no names"),
-    (lambda: minato.mix({1: A}), "the name 1 of a source is a int: give text"),
-    (lambda: minato.mix({"a": A, "b": A}), "two sources of minato.mix are the same object"),
-    (lambda: minato.mix({"a": A, "b": [1]}), "source 'b' of minato.mix needs a torch"),
-    (lambda: minato.mix({"a": A}, [1]), "weights=[1] has no names: give a dictionary"),
-    (lambda: minato.mix({"a": A}, {"a": -1}), "weights['a']=-1 is not possible"),
-    (lambda: minato.mix({"a": A}, {"a": math.nan}), "weights['a']=nan is not possible"),
-    (lambda: minato.mix({"a": A}, {"a": 10**400}), "is not possible: give a number of at least 0"),
-    (lambda: minato.mix({"a": A}, {"a": math.inf}), "has the sum inf: give finite numbers"),
-    (
-        lambda: minato.mix({"a": A}, {"a": 0}),
-        "has the sum 0: give finite numbers, not all of them 0",
-    ),
-    (lambda: minato.mix({"a": A}, {"a": "much"}), "weights['a']='much' is a str: give a number"),
-    (
-        lambda: minato.mix({"web": A, "b": B}, {"wep": 1, "b": 1}),
+        {"web": A, "b": B},
+        {"weights": {"wep": 1, "b": 1}},
         "did you mean 'web'?: the sources are 'web', 'b'",
     ),
-    (
-        lambda: minato.mix({"a": A, "b": B}, {"a": 1}),
-        "weights lacks 'b': give a number for each source",
+    ({"a": A}, {"passes": 0.5}, "passes['a']=0.5 is not possible"),
+    ({"a": A}, {"exhausted": "end"}, "exhausted='end' is not possible"),
+    *(
+        ({"a": A}, {"weights": {"a": weight}}, words)
+        for weight, words in (
+            (-1, "weights['a']=-1 is not possible"),
+            (math.nan, "weights['a']=nan is not possible"),
+            (10**400, "is not possible: give a number of at least 0"),
+            (math.inf, "has the sum inf: give finite numbers"),
+            (0, "has the sum 0: give finite numbers, not all of them 0"),
+            ("much", "weights['a']='much' is a str: give a number"),
+        )
     ),
-    (lambda: minato.mix({"a": A}, {5: {"a": 1}}), "weights begin at item 5"),
-    (lambda: minato.mix({"a": A}, passes=0.5), "passes['a']=0.5 is not possible"),
-    (lambda: minato.mix({"a": A}, exhausted="end"), "exhausted='end' is not possible"),
 ]
 
 
-@pytest.mark.parametrize(("make", "words"), BAD)
-def test_bad_arguments_are_refused_in_a_sentence(make: Callable[[], Any], words: str) -> None:
+def check_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("sources", "options", "words"), BAD)
+def test_bad_arguments_of_a_mix_are_refused_in_a_sentence(
+    sources: Any, options: Any, words: str
+) -> None:
+    check_refused(lambda: minato.mix(sources, **options), words)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        ([1, 2], {}, "minato.shuffle needs a torch.utils.data.IterableDataset, and"),
+        (A, {"buffer_size": 0}, "buffer_size=0 is too small"),
+        (A, {"seed": 0.5}, "seed=0.5 is a float: give an integer"),
+    ],
+)
+def test_bad_arguments_of_a_shuffle_are_refused_in_a_sentence(
+    dataset: Any, options: Any, words: str
+) -> None:
+    check_refused(lambda: minato.shuffle(dataset, **{"buffer_size": 3, **options}), words)
 
 
 @pytest.mark.parametrize(
@@ -288,12 +256,10 @@ def test_states_of_others_are_refused(make: Callable[[], Any], words: str) -> No
 
 
 def test_a_stream_that_became_shorter_is_refused() -> None:
-    items = iter(minato.shuffle(IteratorState(30), 10))
+    items, other = (iter(minato.shuffle(IteratorState(size), 10)) for size in (30, 5))
     next(items)
-    other = iter(minato.shuffle(IteratorState(5), 10))
-    other.load_state_dict(items.state_dict())
     with pytest.raises(RuntimeError, match="has 5 items and had 10 before"):
-        next(other)
+        next(resumed(saved(items), other))
 
 
 def test_shards_may_join_below() -> None:
@@ -305,20 +271,13 @@ def test_shards_may_join_below() -> None:
         def shards(self) -> list[str]:
             return self.names
 
-    def make(names: list[str]) -> Any:
+    def loader(names: str) -> Any:
         dataset = Growing(80)
-        dataset.seed, dataset.new_shards, dataset.names = None, "append", names
-        return DataLoader(
-            minato.shuffle(minato.mix({"a": dataset}), 5), 1, readers=2, collate_fn=list
-        )
+        dataset.seed, dataset.new_shards, dataset.names = None, "append", [*names]
+        mixed = minato.shuffle(minato.mix({"a": dataset}), 5)
+        return DataLoader(mixed, 1, readers=2, collate_fn=lambda samples: samples[0][:1])
 
-    loader = make(["1", "2", "3"])
-    got = [int(sample[0]) for batch in itertools.islice(loader, 1) for sample in batch]
-    state = json.loads(json.dumps(loader.state_dict()))
-    loader = make(["0", "1", "2", "3"])
-    loader.load_state_dict(state)
-    got += [int(sample[0]) for batch in loader for sample in batch]
-    assert sorted(got) == list(range(80))
+    assert sorted(interrupted(loader("123"), 1, loader("0123"))) == list(range(80))
 
 
 @pytest.mark.parametrize("seed", mostly_slow([0, 2]))
@@ -330,7 +289,4 @@ def test_a_reader_that_has_ended_in_an_earlier_pass_than_others_is_resumed(seed:
 
     expected = list(make())
     for taken in range(len(expected)):
-        first, second = make(), make()
-        got = [*itertools.islice(first, taken)]
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert got + list(second) == expected
+        assert interrupted(make(), taken, make(), list) == expected

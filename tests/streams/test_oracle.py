@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import get_worker_info
 
 from minato import DataLoader
+from tests.datasets import forked
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.streams.streams import Draws, Dying, IteratorState, Split, drawing_collate, plain
@@ -62,28 +63,24 @@ def initialised(number: int) -> None:
     random.seed(info.seed % 1000)
 
 
+def draws() -> Split:
+    return Draws(SIZE)
+
+
+COLLATED = {"collate_fn": drawing_collate}
 CASES: dict[str, tuple[Callable[[], Split], Callable[[Any], Iterator[Any]], dict[str, Any]]] = {
-    "epochs": (lambda: Draws(SIZE), epochs, {"collate_fn": drawing_collate}),
-    "persistent": (
-        *(lambda: Draws(SIZE), epochs),
-        {"collate_fn": drawing_collate, "persistent_workers": True},
-    ),
-    "drop_last": (lambda: Draws(SIZE), epochs, {"drop_last": True}),
-    "single": (lambda: Draws(SIZE), epochs, {"batch_size": None}),
-    "single_collated": (
-        *(lambda: Draws(SIZE), epochs),
-        {"batch_size": None, "collate_fn": drawing_collate},
-    ),
-    "set_epoch": (lambda: Draws(SIZE), chosen_epochs, {"collate_fn": drawing_collate}),
-    "init_fn": (
-        *(lambda: Draws(SIZE), epochs),
-        {"worker_init_fn": initialised, "collate_fn": drawing_collate},
-    ),
-    "iterators": (lambda: IteratorState(SIZE), epochs, {"collate_fn": drawing_collate}),
+    "epochs": (draws, epochs, COLLATED),
+    "persistent": (draws, epochs, {**COLLATED, "persistent_workers": True}),
+    "drop_last": (draws, epochs, {"drop_last": True}),
+    "single": (draws, epochs, {"batch_size": None}),
+    "single_collated": (draws, epochs, {**COLLATED, "batch_size": None}),
+    "set_epoch": (draws, chosen_epochs, COLLATED),
+    "init_fn": (draws, epochs, {**COLLATED, "worker_init_fn": initialised}),
+    "iterators": (lambda: IteratorState(SIZE), epochs, COLLATED),
     "raises": (lambda: IteratorState(SIZE, (0, 7, 8, 20, 33, 44)), caught, {}),
     "raises_single": (lambda: IteratorState(SIZE, (0, 7, 8, 33, 44)), caught, {"batch_size": None}),
     "dies": (lambda: Dying(SIZE, (6, 20, 21)), caught, {}),
-    "break": (lambda: Draws(SIZE), broken_off, {"collate_fn": drawing_collate}),
+    "break": (draws, broken_off, COLLATED),
     "break_persistent": (lambda: Split(SIZE), broken_off, {"persistent_workers": True}),
     "empty_readers": (lambda: Split(3), epochs, {}),
     "nothing": (lambda: Split(0), epochs, {}),
@@ -106,7 +103,7 @@ def delivered(kind: Any, case: str, **options: Any) -> list[Any]:
 
 @functools.cache
 def torchs(case: str, readers: int) -> list[Any]:
-    return delivered(TorchLoader, case, num_workers=readers, multiprocessing_context="fork")
+    return delivered(TorchLoader, case, **forked(readers))
 
 
 @pytest.mark.parametrize("readers", READERS)
@@ -141,33 +138,20 @@ def test_every_way_to_iterate(case: str, readers: int, num_workers: int) -> None
     ),
 )
 def test_workers_that_are_not_forked(method: str, case: str, readers: int) -> None:
-    got = delivered(
-        DataLoader, case, num_workers=2, readers=readers, multiprocessing_context=method
-    )
-    assert got == torchs(case, readers)
+    how: Any = {"num_workers": 2, "readers": readers, "multiprocessing_context": method}
+    assert delivered(DataLoader, case, **how) == torchs(case, readers)
 
 
 @pytest.mark.parametrize("readers", mostly_slow([3, 1, 8]))
 def test_readers_in_threads(readers: int) -> None:
     """All threads share the three generators, so nothing draws here."""
-    expected = delivered(
-        TorchLoader, "break_persistent", num_workers=readers, multiprocessing_context="fork"
-    )
     for num_workers in (1, 2, 4):
-        got = delivered(
-            *(DataLoader, "break_persistent"),
-            num_workers=num_workers,
-            readers=readers,
-            workers="thread",
-        )
-        assert got[:-3] == expected[:-3]
+        how: Any = {"num_workers": num_workers, "readers": readers, "workers": "thread"}
+        got = delivered(DataLoader, "break_persistent", **how)
+        assert got[:-3] == torchs("break_persistent", readers)[:-3]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_without_readers_there_are_as_many_as_workers(num_workers: int) -> None:
+    """Without workers the program itself iterates."""
     assert delivered(DataLoader, "epochs", num_workers=num_workers) == torchs("epochs", num_workers)
-
-
-def test_without_readers_and_workers_the_program_itself_iterates() -> None:
-    expected = delivered(TorchLoader, "epochs", num_workers=0)
-    assert delivered(DataLoader, "epochs", num_workers=0) == expected

@@ -25,7 +25,7 @@ from minato import (
     python_rng,
     torch_rng,
 )
-from tests.datasets import ORDERS, three_draws
+from tests.datasets import ORDERS, drain, three_draws
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.streams.streams import Dying, IteratorState, Split, numbers
@@ -57,6 +57,12 @@ everywhere = pytest.mark.parametrize(
 def make(stream: Any, order: str, workers: str, **options: Any) -> Any:
     given: dict[str, Any] = {"batch_size": BATCH, "readers": READERS, "seed": 5, **options}
     return DataLoader(stream, order=order, **given, **WORKERS[workers])
+
+
+def check_warns(loader: Any, words: str, read: Any = numbers) -> list[Any]:
+    """The items of an epoch, sorted, in which there is a warning."""
+    with pytest.warns(MinatoWarning, match=words):
+        return sorted(read(loader))
 
 
 class Uneven:
@@ -92,11 +98,11 @@ def content(batches: Any) -> list[tuple[float, ...]]:
 def test_every_item_comes_once(order: str, workers: str) -> None:
     loader = make(Split(SIZE), order, workers, drop_last=False)
     for _ in range(2):
-        got = [batch.tolist() for batch in loader]
-        assert sorted(itertools.chain(*got)) == list(range(SIZE))
+        got = numbers(loader)
+        assert sorted(got) == list(range(SIZE))
     # Each reader's items keep their order, but where batches mix they may pass each other.
     if order in ("strict", "batch") and loader.num_workers < 2:
-        assert [item for batch in got for item in batch if item < PARTS[0]] == list(range(PARTS[0]))
+        assert [item for item in got if item < PARTS[0]] == list(range(PARTS[0]))
 
 
 @everywhere
@@ -155,17 +161,12 @@ def test_transforms_that_raise(order: str, workers: str, tmp_path: Path) -> None
     fails = {3: 1, 13: 2, 14: 3, 44: 99}
     expected = content(make(Split(SIZE), "strict", like(workers), **transformed()))
     loader = make(Split(SIZE), order, workers, errors=errors, **transformed(fails=fails))
-    with pytest.warns(MinatoWarning, match="2 samples of this epoch were skipped"):
-        got = content(loader)
+    got = check_warns(loader, "2 samples of this epoch were skipped", content)
     assert got == [item for item in expected if item[0] not in (14, 44)]
     records = [json.loads(line) for line in log.read_text().splitlines()]
     outcomes = {tuple(record["index"]): record["outcome"] for record in records}
-    assert outcomes == {
-        (0, 3): "recovered",
-        (1, 4): "recovered",
-        (1, 5): "skipped",
-        (2, 20): "skipped",
-    }
+    recovered, skipped = [(0, 3), (1, 4)], [(1, 5), (2, 20)]
+    assert outcomes == dict.fromkeys(recovered, "recovered") | dict.fromkeys(skipped, "skipped")
 
 
 def replaced(failure: SampleFailure) -> Any:
@@ -177,23 +178,20 @@ def replaced(failure: SampleFailure) -> Any:
 
 @everywhere
 def test_a_function_replaces_what_a_transform_raised(order: str, workers: str) -> None:
-    fails = {0: 9, 13: 9, 44: 9}
-    errors = ErrorPolicy(on_error=replaced)
-    loader = make(Split(SIZE), order, workers, errors=errors, **transformed(fails=fails))
-    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped and 2 subst"):
-        got = content(loader)
+    given = transformed(fails={0: 9, 13: 9, 44: 9})
+    loader = make(Split(SIZE), order, workers, errors=replaced, **given)
+    got = check_warns(loader, "1 samples of this epoch were skipped and 2 subst", content)
     assert got[:2] == [(-1, 0, 0), (-1, 2, 20)]
     assert [int(item[0]) for item in got[2:]] == sorted({*range(SIZE)} - {0, 13, 44})
 
 
 @everywhere
 def test_retries_that_do_not_help_raise_at_the_batch(order: str, workers: str) -> None:
-    errors = ErrorPolicy(on_error="retry")
-    loader = make(Split(SIZE), order, workers, errors=errors, **transformed(fails={20: 3, 30: 2}))
-    got, raised = outcomes(loader)
+    given = transformed(fails={20: 3, 30: 2})
+    got, raised = drain(make(Split(SIZE), order, workers, errors="retry", **given))
     assert [type(error) for error in raised] == [LookupError]
     assert "item 11 of reader 1" in text_of(raised[0])
-    found = [int(item[0]) for item in content(got)]
+    found = [int(item[0]) for item in got]
     lost = {*range(SIZE)} - {*found}
     assert len(found) + len(lost) == SIZE
     # The error takes its batch with it, as with torch.
@@ -203,31 +201,17 @@ def test_retries_that_do_not_help_raise_at_the_batch(order: str, workers: str) -
 
 def test_an_epoch_of_too_many_failures_ends() -> None:
     def loader(workers: str, in_transforms: bool, limit: int) -> Any:
-        broken = (5, 9, 21)
         errors = ErrorPolicy(on_error="skip", max_failures=limit)
+        stream, given = IteratorState(SIZE, (5, 9, 21)), {"collate_fn": list}
         if in_transforms:
-            given = transformed(fails=dict.fromkeys(broken, 1))
-            return make(Split(SIZE), "batch", workers, errors=errors, **given)
-        stream = IteratorState(SIZE, broken)
-        return make(stream, "batch", workers, errors=errors, collate_fn=list)
+            stream, given = Split(SIZE), transformed(fails=dict.fromkeys((5, 9, 21), 1))
+        return make(stream, "batch", workers, errors=errors, **given)
 
     for case in itertools.product(("inline", "2-processes"), (False, True)):
         with pytest.raises(ErrorBudgetError):
             list(loader(*case, 2))
-        with pytest.warns(MinatoWarning, match="3 samples of this epoch were skipped"):
-            assert len(content(loader(*case, 3))) == SIZE - 3
-
-
-def outcomes(loader: Any) -> tuple[list[Any], list[Exception]]:
-    """All batches, and what was raised in their places."""
-    iterator, got, raised = iter(loader), [], []
-    while True:
-        try:
-            got.append(next(iterator))
-        except StopIteration:
-            return got, raised
-        except Exception as error:
-            raised.append(error)
+        got = check_warns(loader(*case, 3), "3 samples of this epoch were skipped", content)
+        assert len(got) == SIZE - 3
 
 
 def text_of(error: BaseException) -> str:
@@ -244,14 +228,17 @@ def test_an_iterator_that_raises_and_goes_on(
     order: str, workers: str, with_transforms: bool
 ) -> None:
     """With skip the reader is asked again; without, the error takes its batch with it."""
-    given: dict[str, Any] = {"transforms": [add_nothing]} if with_transforms else {}
-    stream = IteratorState(SIZE, BROKEN)
-    loader = make(stream, order, workers, errors=ErrorPolicy(on_error="skip"), **given)
-    with pytest.warns(MinatoWarning, match=f"{len(BROKEN)} samples of this epoch were skipped"):
-        assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {*BROKEN})
+
+    def loader(errors: str) -> Any:
+        transforms = [add_nothing] if with_transforms else None
+        stream = IteratorState(SIZE, BROKEN)
+        return make(stream, order, workers, errors=errors, transforms=transforms, collate_fn=list)
+
+    got = check_warns(loader("skip"), f"{len(BROKEN)} samples of this epoch were skipped", content)
+    assert [int(item[0]) for item in got] == sorted({*range(SIZE)} - {*BROKEN})
     for errors in ("raise", "retry"):
-        got, raised = outcomes(make(stream, order, workers, errors=errors, **given))
-        found = Counter(numbers(got))
+        items, raised = drain(loader(errors))
+        found = Counter(int(item[0]) for item in items)
         assert {type(error) for error in raised} == {KeyError}
         for error in raised:
             number = int(re.findall(r"\d+", str(error))[-1])
@@ -270,16 +257,14 @@ def test_what_next_raised_is_replaced(order: str, workers: str) -> None:
     def put(failure: SampleFailure) -> Any:
         return [-1.0 - failure.index.reader, 0.0, 0.0, 0.0, 0.0]
 
-    loader = make(IteratorState(SIZE, BROKEN), order, workers, errors=ErrorPolicy(on_error=put))
-    with pytest.warns(MinatoWarning, match=f"and {len(BROKEN)} substituted"):
-        got = numbers(loader)
-    assert sorted(got) == [-3, -3, -2, -2, -1, *sorted({*range(SIZE)} - {*BROKEN})]
+    loader = make(IteratorState(SIZE, BROKEN), order, workers, errors=put)
+    got = check_warns(loader, f"and {len(BROKEN)} substituted")
+    assert got == [-3, -3, -2, -2, -1, *sorted({*range(SIZE)} - {*BROKEN})]
 
 
 @everywhere
 def test_a_generator_that_has_raised_ends_its_reader_alone(order: str, workers: str) -> None:
-    stream = Dying(SIZE, (12, 30))
-    loader = make(stream, order, workers, errors=ErrorPolicy(on_error="skip"))
+    loader = make(Dying(SIZE, (12, 30)), order, workers, errors="skip")
     with pytest.warns(MinatoWarning) as told:
         assert sorted(numbers(loader)) == [*range(12), *range(24, 30)]
     assert any("2 samples of this epoch were skipped" in str(one.message) for one in told)

@@ -21,12 +21,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import CostBatches, DataLoader, Readers, merge_states
+from minato._support.counters import shared_integers
 from minato.delivery import rank_ends
 from minato.delivery.iterator import BatchIterator
 from minato.engine import factory, measured_batches
 from minato.engine.engine import Engine
 from minato.engine.inline import InlineEngine
-from tests.datasets import ORDERS, wait_until
+from tests.datasets import ORDERS, drain, indices, wait_until
 from tests.delivery.recorder import Recorder
 from tests.delivery.test_pinning import accelerated
 from tests.edges.test_interruptions import (
@@ -67,17 +68,31 @@ class Uneven(IterableDataset[int]):
         return [1000 * reader + i for reader, size in enumerate(self.sizes) for i in range(size)]
 
 
+def loader_of(
+    stream: Uneven, mode: str, rank: int, size: int = 1, ranks: int = 2, **options: Any
+) -> DataLoader[Any]:
+    """The loader of a rank."""
+    readers = Readers(len(stream.sizes), rank=rank, ranks=ranks, epoch_end=mode)
+    return DataLoader(stream, size, readers=readers, **options)
+
+
 def end_services() -> None:
     for service in rank_ends._services.values():
         service.end()
     rank_ends._services.clear()
 
 
-def given(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> None:
-    """Have services use a store."""
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[HashStore], None]]:
+    """A function that has services use a store."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: store)
+
+    def use(store: HashStore) -> None:
+        monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: store)
+
+    yield use
+    end_services()
 
 
 def _in_turn(self: Any, turn: Any, method: Any, *arguments: Any) -> Any:
@@ -128,16 +143,15 @@ def check_history(seed: int, in_ranks: Run, workers: tuple[int, ...]) -> None:
     least = 0 if mode == "shortest" else 1
     stream = Uneven([rng.randint(least, rng.choice([3, 20, 40])) for _ in range(readers)])
     size: Any = rng.choice([1, 3, 4, BY_COST])
+    options: dict[str, Any] = {"order": order}
+    if size is BY_COST:
+        options["collate_fn"] = torch.tensor
     chance = rng.choice([0, 0.03])
     state, real = None, Counter[int]()
     said: list[object] = [mode, order, stream.sizes, size]
 
     def one_rank(rank: int, ranks: int, stop: int, num_workers: int) -> Any:
-        how = Readers(readers, rank=rank, ranks=ranks, epoch_end=mode)
-        options: Any = {"order": order, "num_workers": num_workers}
-        if size is BY_COST:
-            options["collate_fn"] = torch.tensor
-        loader = DataLoader(stream, size, readers=how, **options)
+        loader = loader_of(stream, mode, rank, size, ranks, num_workers=num_workers, **options)
         if state is not None:
             loader.load_state_dict(state)
         found, own, last = list[list[int]](), Counter[int](), None
@@ -180,17 +194,21 @@ def check_history(seed: int, in_ranks: Run, workers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
-@pytest.mark.parametrize("seeds", mostly_slow([range(12), range(12, 150)], quick=1))
-def test_ranks_get_as_many_batches(seeds: range, in_ranks: Run) -> None:
+@pytest.mark.parametrize(
+    ("workers", "seeds"),
+    mostly_slow(
+        [
+            ((0,), range(12)),
+            ((0, 1, 2), range(3)),
+            ((0,), range(12, 150)),
+            ((0, 1, 2), range(3, 30)),
+        ],
+        quick=2,
+    ),
+)
+def test_ranks_get_as_many_batches(seeds: range, workers: tuple[int, ...], in_ranks: Run) -> None:
     for seed in seeds:
-        check_history(seed, in_ranks, (0,))
-
-
-@pytest.mark.filterwarnings("ignore:.* readers received nothing")
-@pytest.mark.parametrize("seeds", mostly_slow([range(3), range(3, 30)], quick=1))
-def test_ranks_with_workers_get_as_many_batches(seeds: range, in_ranks: Run) -> None:
-    for seed in seeds:
-        check_history(seed, in_ranks, (0, 1, 2))
+        check_history(seed, in_ranks, workers)
 
 
 def check_epochs(mode: str, ranks: list[list[list[Any]]]) -> None:
@@ -212,12 +230,8 @@ def check_epochs(mode: str, ranks: list[list[list[Any]]]) -> None:
 def test_ranks_whose_number_changes_while_an_older_iterator_goes_on(
     mode: str, in_ranks: Run
 ) -> None:
-    stream = Uneven([9, 21, 30, 9, 9, 9])
-
     def batches(rank: int, ranks: int) -> Any:
-        return iter(
-            DataLoader(stream, 3, readers=Readers(6, rank=rank, ranks=ranks, epoch_end=mode))
-        )
+        return iter(loader_of(Uneven([9, 21, 30, 9, 9, 9]), mode, rank, 3, ranks))
 
     def one_rank(rank: int) -> list[int]:
         older = batches(rank, 2) if rank < 2 else iter(())
@@ -305,27 +319,19 @@ def test_ranks_that_are_gone_are_named(program: str) -> None:
 @pytest.mark.slow
 def test_each_of_two_processes_of_one_rank_is_told() -> None:
     _, *both = run_ranks("doubled", 3, programs=PROGRAMS)
-    assert ["another process takes part as rank 1 of 2" in each["error"] for each in both] == [
-        True,
-        True,
-    ]
+    for each in both:
+        assert "another process takes part as rank 1 of 2" in each["error"]
 
 
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
 @pytest.mark.parametrize("mode", ["repeat", "pad"])
 def test_a_rank_without_items_says_so(mode: str, in_ranks: Run) -> None:
-    def one_rank(rank: int) -> list[Any]:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end=mode)
-        found: list[Any] = []
-        try:
-            found.extend(batch.tolist() for batch in DataLoader(Uneven([5, 0]), 3, readers=readers))
-        except RuntimeError as error:
-            found.append(str(error))
-        return found
-
-    first, second = in_ranks(2, one_rank)
-    assert first[:2] == [[0, 1, 2], [3, 4]]
-    assert re.match(f"rank 1 has no items .* epoch_end='{mode}'", second[0])
+    (first, _), (nothing, told) = in_ranks(
+        2, lambda rank: drain(loader_of(Uneven([5, 0]), mode, rank, 3))
+    )
+    assert first == [0, 1, 2, 3, 4]
+    assert nothing == []
+    assert re.match(f"rank 1 has no items .* epoch_end='{mode}'", str(told[0]))
 
 
 class Drying(Uneven):
@@ -342,44 +348,40 @@ class Drying(Uneven):
 
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
 def test_a_rank_that_has_nothing_more_to_repeat_says_so(in_ranks: Run) -> None:
-    def one_rank(rank: int) -> list[Any]:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end="repeat")
-        found: list[Any] = []
-        try:
-            found.extend(map(int, DataLoader(Drying([1, 5]), 1, readers=readers)))
-        except RuntimeError as error:
-            found.append(str(error))
-        return found
-
-    first, second = in_ranks(2, one_rank)
-    assert first[:2] == [0, 0]
-    assert first[2].startswith("rank 0 has no items in this epoch")
-    assert second[:5] == [1000 + i for i in range(5)]
+    (first, told), (second, _) = in_ranks(
+        2, lambda rank: drain(loader_of(Drying([1, 5]), "repeat", rank))
+    )
+    assert first == [0, 0]
+    assert str(told[0]).startswith("rank 0 has no items in this epoch")
+    assert second == [1000 + i for i in range(5)]
 
 
 def with_lock(items: list[int]) -> Any:
-    return items[0], threading.Lock()
+    return [items[0], threading.Lock()]
 
 
 def test_a_batch_that_cannot_be_copied_stops_only_the_padding(in_ranks: Run) -> None:
-    def one_rank(rank: int) -> list[Any]:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end="pad")
-        batches = iter(DataLoader(Uneven([5, 3]), 1, readers=readers, collate_fn=with_lock))
-        found: list[Any] = []
-        while True:
-            try:
-                found.append(next(batches)[0])
-            except StopIteration:
-                return found
-            except RuntimeError as error:
-                found.append(str(error))
+    (longest, _), (shortest, told) = in_ranks(
+        2, lambda rank: drain(loader_of(Uneven([5, 3]), "pad", rank, collate_fn=with_lock))
+    )
+    assert longest[::2] == [0, 1, 2, 3, 4]
+    assert shortest[::2] == [1000, 1001, 1002]
+    assert len(told) == 2
+    for error in told:  # in place of each batch that the rank lacks
+        assert re.match("rank 1 .* cannot copy its last .*: cannot pickle", str(error))
 
-    longest, shortest = in_ranks(2, one_rank)
-    assert longest == [0, 1, 2, 3, 4]
-    assert shortest[:3] == [1000, 1001, 1002]
-    assert len(shortest) == 5
-    for error in shortest[3:]:  # in place of each batch that the rank lacks
-        assert re.match("rank 1 .* cannot copy its last .*: cannot pickle", error)
+
+def check_closed(batches: Any, waits: Callable[[], bool], is_closed: threading.Event) -> None:
+    """While the iterator waits, another thread closes it."""
+
+    def close() -> None:
+        wait_until(waits)
+        batches.shut_down()
+        is_closed.set()
+
+    threading.Thread(target=close).start()
+    with pytest.raises(RuntimeError, match="was closed before the end of the epoch"):
+        list(batches)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -387,20 +389,11 @@ def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run
     is_closed = threading.Event()
 
     def one_rank(rank: int) -> bool:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end=mode)
-        batches: Any = iter(DataLoader(Uneven([2, 9]), 1, readers=readers))
+        batches = iter(loader_of(Uneven([2, 9]), mode, rank))
         if rank == 1:
             return is_closed.wait(60) or len([*batches]) < 0  # which ends the wait, too
-        service = rank_ends._services[0, 2]
-
-        def close() -> None:
-            wait_until(lambda: any(each.waits_since is not None for each in list(service.open)))
-            batches.shut_down()
-            is_closed.set()
-
-        threading.Thread(target=close).start()
-        with pytest.raises(RuntimeError, match="was closed before the end of the epoch"):
-            list(batches)
+        opened = rank_ends._services[0, 2].open
+        check_closed(batches, lambda: any(each.waits_since for each in list(opened)), is_closed)
         return True
 
     assert in_ranks(2, one_rank) == [True, True]
@@ -408,8 +401,7 @@ def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run
 
 def test_the_wait_for_other_ranks_is_no_training_step(in_ranks: Run) -> None:
     def one_rank(rank: int) -> Any:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end="shortest")
-        loader = DataLoader(Uneven([12, 12]), 1, readers=readers)
+        loader = loader_of(Uneven([12, 12]), "shortest", rank)
         service = rank_ends._services[0, 2]
         for step, _ in enumerate(loader):
             if rank == 1 and step == 5:  # the other one gets few batches more
@@ -424,49 +416,37 @@ def test_the_wait_for_other_ranks_is_no_training_step(in_ranks: Run) -> None:
 
 
 class Waiting(Uneven):
-    """Reader 0 waits in its second pass, until there is a file."""
+    """Reader 0 waits in its second pass, until it is set that it goes on."""
 
-    def __init__(self, sizes: list[int], folder: Path) -> None:
+    def __init__(self, sizes: list[int]) -> None:
         super().__init__(sizes)
-        self.folder = folder
+        self.passes, self.goes_on = shared_integers(1), shared_integers(1)
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         assert info is not None
-        if info.id == 0 and (self.folder / "first").exists():
-            (self.folder / "second").touch()
-            wait_until(lambda: (self.folder / "go on").exists())
-        elif info.id == 0:
-            (self.folder / "first").touch()
+        if info.id == 0:
+            self.passes[0] += 1
+            wait_until(lambda: self.passes[0] < 2 or bool(self.goes_on[0]))
         return super().__iter__()
 
 
-def test_closing_a_loader_ends_its_wait_for_what_it_repeats(tmp_path: Path, in_ranks: Run) -> None:
-    is_closed = threading.Event()
-    stream = Waiting([2, 9], tmp_path)
+def test_closing_a_loader_ends_its_wait_for_what_it_repeats(in_ranks: Run) -> None:
+    is_closed, stream = threading.Event(), Waiting([2, 9])
 
     def one_rank(rank: int) -> bool:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end="repeat")
-        batches: Any = iter(DataLoader(stream, 1, num_workers=1, readers=readers))
+        batches = iter(loader_of(stream, "repeat", rank, num_workers=1))
         if rank == 1:
             next(batches)
             return is_closed.wait(60) or len([*batches]) < 0
-
-        def close() -> None:
-            wait_until(lambda: (tmp_path / "second").exists())
-            batches.shut_down()
-            is_closed.set()
-
-        threading.Thread(target=close).start()
-        with pytest.raises(RuntimeError, match="was closed before the end of the epoch"):
-            list(batches)
-        assert not (tmp_path / "go on").exists()
+        check_closed(batches, lambda: stream.passes[0] == 2, is_closed)
+        assert not stream.goes_on[0]
         return True
 
     try:
         assert in_ranks(2, one_rank) == [True, True]
     finally:
-        (tmp_path / "go on").touch()
+        stream.goes_on[0] = 1
 
 
 class Hanging(HashStore):  # type: ignore[misc]
@@ -482,21 +462,21 @@ class Hanging(HashStore):  # type: ignore[misc]
         return super().add(key, amount)
 
 
-def test_a_store_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_ends_the_wait(
+    use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Hanging()
-    given(monkeypatch, store)
+    use(store)
     monkeypatch.setattr(rank_ends, "_SILENT_S", 0.05)
     rank_ends._service_of(1, 2)
-    loader = DataLoader(Uneven([9, 9]), readers=Readers(2, rank=1, ranks=2, epoch_end="shortest"))
     try:
-        batches = iter(loader)
+        batches = iter(loader_of(Uneven([9, 9]), "shortest", 1))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="rank 0 and its store have not answered for"):
                 next(batches)
         assert not store.goes_on.is_set()
     finally:
         store.goes_on.set()
-        end_services()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -504,12 +484,9 @@ def test_epochs_leave_nothing_in_the_store(mode: str, in_ranks: Run) -> None:
     """Neither those that all ranks have ended, nor those that all have left."""
 
     def one_rank(rank: int) -> None:
-        how = Readers(2, rank=rank, ranks=2, epoch_end=mode)
-        loader = DataLoader(Uneven([7, 4]), 1, readers=how)
-        for number in range(4):
-            for step, _ in enumerate(loader):
-                if number % 2 and step == 1:
-                    break
+        loader = loader_of(Uneven([7, 4]), mode, rank)
+        for stop in (None, 2, None, 2):
+            assert len([*itertools.islice(loader, stop)]) >= 2
         store: Any = rank_ends._services[rank, 2]._store
         wait_until(lambda: store.underlying_store.num_keys() == 2)  # signs of life
 
@@ -517,14 +494,12 @@ def test_epochs_leave_nothing_in_the_store(mode: str, in_ranks: Run) -> None:
 
 
 def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match="epoch_end='pad' is about readers .* give ranks='auto' too"
-    ):
+    words = "epoch_end='pad' is about readers .* give ranks='auto' too"
+    with pytest.raises(ValueError, match=words):
         Readers(4, epoch_end="pad")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for mode in MODES:
-        readers = Readers(4, rank=0, ranks=2, epoch_end=mode)
-        batches = iter(DataLoader(Uneven([4] * 4), 2, readers=readers))
+        batches = iter(loader_of(Uneven([4] * 4), mode, 0, 2))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
                 next(batches)
@@ -533,18 +508,17 @@ def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("comes", ["before", "later"])
 def test_two_processes_of_one_rank_are_told(
-    mode: str, comes: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, comes: str, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, has_ended = Endless(), threading.Event()
-    given(monkeypatch, store)
+    use(store)
     monkeypatch.setattr(rank_ends, "_BEAT_S", 0.01)
 
     def other_process() -> None:
         while not has_ended.wait(0.005):
             store.add("alive/1", 1)
 
-    readers = Readers(2, rank=1, ranks=2, epoch_end=mode)
-    batches = iter(DataLoader(Uneven([99, 99]), readers=readers))
+    batches = iter(loader_of(Uneven([99, 99]), mode, 1))
     other = threading.Thread(target=other_process)
     try:
         if comes == "before":
@@ -561,7 +535,6 @@ def test_two_processes_of_one_rank_are_told(
     finally:
         has_ended.set()
         other.join()
-        end_services()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -575,19 +548,16 @@ def test_a_rank_that_comes_again_takes_part(
         service = rank_ends._services[rank, 2]
         wait_until(lambda: service.turns > 0)
         service.end()
-        loaders = [
-            DataLoader(Uneven([7, 4]), 1, readers=Readers(2, rank=rank, ranks=2, epoch_end=mode))
-            for _ in range(2)
-        ]
+        loaders = [loader_of(Uneven([7, 4]), mode, rank) for _ in range(2)]
         return [len([*loader]) for loader in loaders]
 
     first, second = in_ranks(2, one_rank)
     assert first == second
 
 
-def test_no_thread_is_in_the_store_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_in_the_store_when_the_program_ends(use: Any) -> None:
     """There torch's store would abort the program."""
-    given(monkeypatch, HashStore())
+    use(HashStore())
     service = rank_ends._Service(1, 2)
     service._take_leave()
     assert not service._thread.is_alive()
@@ -601,8 +571,7 @@ def test_a_child_of_multiprocessing_keeps_the_store_for_slower_ranks(method: str
 
 def test_headroom_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    readers = Readers(4, rank=0, ranks=2, epoch_end="pad")
-    room = DataLoader(Uneven([4] * 4), 2, readers=readers).headroom(steps=1)
+    room = loader_of(Uneven([4] * 4), "pad", 0, 2).headroom(steps=1)
     assert len([*room]) == 6
     assert not rank_ends._services
 
@@ -629,23 +598,15 @@ class Endless(HashStore):  # type: ignore[misc]
 @pytest.mark.parametrize("size", [SIZE, COST], ids=["size", "cost"])
 @pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.1, 6, 3), (0.5, 12, 30)]))
 def test_an_interruption_at_any_line_loses_nothing(
-    num_workers: int,
-    size: Any,
-    chance: float,
-    epochs: int,
-    least: int,
-    monkeypatch: pytest.MonkeyPatch,
+    num_workers: int, size: Any, chance: float, epochs: int, least: int, use: Any
 ) -> None:
-    given(monkeypatch, Endless())
+    use(Endless())
     rank_ends._service_of(0, 2)
     readers = Readers(4, rank=0, ranks=2, epoch_end="shortest")
     interrupter = Interrupter(chance)
     # A signal in the training process may end the iterator that reads there.
     how: Any = {"num_workers": num_workers, "readers": readers, "collate_fn": collate}
-    try:
-        check(lambda: DataLoader(Half(), size, **how), interrupter, epochs)
-    finally:
-        end_services()
+    check(lambda: DataLoader(Half(), size, **how), interrupter, epochs)
     assert interrupter.raised > least
 
 
@@ -658,18 +619,13 @@ def test_batches_that_are_pinned(
     recorder = accelerated(Recorder(), monkeypatch)
     monkeypatch.setattr(torch.accelerator, "current_device_index", int)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    how: Any = {"num_workers": num_workers, "pin_memory": True}
 
-    def one_rank(rank: int) -> list[list[int]]:
-        readers = Readers(2, rank=rank, ranks=2, epoch_end=mode)
-        how: Any = {"num_workers": num_workers, "pin_memory": True}
-        return [batch.tolist() for batch in DataLoader(Uneven([9, 4]), 3, readers=readers, **how)]
-
-    first, second = in_ranks(2, one_rank)
+    first, second = in_ranks(
+        2, lambda rank: indices(loader_of(Uneven([9, 4]), mode, rank, 3, **how))
+    )
     assert first == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert second == [
-        [1000, 1001, 1002],
-        [1003],
-        [1000, 1001, 1002] if mode == "repeat" else [1003],
-    ]
+    last = [1000, 1001, 1002] if mode == "repeat" else [1003]
+    assert second == [[1000, 1001, 1002], [1003], last]
     # Each rank keeps a copy of its last batch, for which the thread that pins for workers must have pinned that.
     assert len(recorder.pageable) == 6 + 2 * (mode == "pad" and num_workers > 0)

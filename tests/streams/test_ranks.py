@@ -15,7 +15,16 @@ from minato import DataLoader, MinatoWarning, Readers, merge_states
 from minato.streams.shards import ShardedDataset
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
-from tests.streams.streams import STREAMS, Draws, Split, items, numbers, resumed, saved
+from tests.streams.streams import (
+    STREAMS,
+    Draws,
+    Split,
+    hugging_face,
+    items,
+    numbers,
+    resumed,
+    saved,
+)
 from tests.streams.test_resume import drawn_for, whole
 
 SIZE = 45
@@ -71,17 +80,18 @@ def check_history(seed: int, workers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", mostly_slow([range(60), *(range(i, i + 88) for i in range(60, 500, 88))])
+    ("workers", "seeds"),
+    mostly_slow(
+        [
+            *(((0,), range(60)), ((0, 1, 2), range(6)), ((0, 1, 2), range(6, 20))),
+            *(((0,), range(i, i + 88)) for i in range(60, 500, 88)),
+        ],
+        quick=2,
+    ),
 )
-def test_ranks_come_and_go(seeds: range) -> None:
+def test_ranks_and_workers_come_and_go(workers: tuple[int, ...], seeds: range) -> None:
     for seed in seeds:
-        check_history(seed, (0,))
-
-
-@pytest.mark.parametrize("seeds", mostly_slow([range(6), range(6, 20)]))
-def test_ranks_and_workers_come_and_go(seeds: range) -> None:
-    for seed in seeds:
-        check_history(seed, (0, 1, 2))
+        check_history(seed, workers)
 
 
 @pytest.mark.stress
@@ -190,34 +200,31 @@ def test_wrong_ranks_are_refused(arguments: dict[str, Any], refusal: str) -> Non
 
 def test_states_that_do_not_fit_together_are_refused() -> None:
     def states(ranks: int, epochs: int = 0, **options: Any) -> list[Any]:
-        found = []
-        for rank in range(ranks):
-            loader = make(Split, 8, rank, ranks, **options)
+        loaders = [make(Split, 8, rank, ranks, **options) for rank in range(ranks)]
+        for loader in loaders:
             for _ in range(epochs):
                 list(loader)
             next(iter(loader))
-            found.append(saved(loader))
-        return found
+        return [saved(loader) for loader in loaders]
 
     three = states(3)
-    with pytest.raises(ValueError, match="state of rank 1 of 3 is missing"):
-        merge_states([three[2], three[0]])
-    with pytest.raises(ValueError, match="the state of every rank is missing"):
-        merge_states([])
-    with pytest.raises(ValueError, match="two states are of rank 2"):
-        merge_states([*three, three[2]])
-    with pytest.raises(ValueError, match="one state is of 3 ranks and another of 2"):
-        merge_states([three[0], states(2)[1], three[2]])
-    with pytest.raises(
-        ValueError, match="epoch is 0 in the state of rank 0 and 1 in that of rank 2"
+    for given, refusal in (
+        ([three[2], three[0]], "state of rank 1 of 3 is missing"),
+        ([], "the state of every rank is missing"),
+        ([*three, three[2]], "two states are of rank 2"),
+        ([three[0], states(2)[1], three[2]], "one state is of 3 ranks and another of 2"),
+        (
+            [*three[:2], states(3, epochs=1)[2]],
+            "epoch is 0 in the state of rank 0 and 1 in that of rank 2",
+        ),
+        (
+            [three[0], *states(3, seed=7)[1:]],
+            "seed is 0 in the state of rank 0 and 7 in that of rank 1",
+        ),
+        ([merge_states(three), three[0]], "merged already"),
     ):
-        merge_states([*three[:2], states(3, epochs=1)[2]])
-    with pytest.raises(
-        ValueError, match="seed is 0 in the state of rank 0 and 7 in that of rank 1"
-    ):
-        merge_states([three[0], *states(3, seed=7)[1:]])
-    with pytest.raises(ValueError, match="merged already"):
-        merge_states([merge_states(three), three[0]])
+        with pytest.raises(ValueError, match=refusal):
+            merge_states(given)
     with pytest.raises(TypeError, match="is a dictionary, not a list"):
         merge_states([three])  # type: ignore[list-item]
     missing = "state is that of rank 1 of 3 .* rank 0 of 2 has reader 0: merge the states"
@@ -236,20 +243,15 @@ class Ranked(Split):
 def test_a_dataset_that_is_one_rank_s_share_is_not_divided_again() -> None:
     with pytest.warns(MinatoWarning, match="has world_size=2, .* or items are missing"):
         make(Ranked, 4, 0, 2)
-    datasets = pytest.importorskip("datasets")
+    table = hugging_face(8, 4)
     from datasets.distributed import split_dataset_by_node
 
-    table = datasets.Dataset.from_dict({"row": list(range(8))}).to_iterable_dataset(num_shards=4)
     share = split_dataset_by_node(table, rank=0, world_size=2)
+    both = [Readers(4, rank=rank, ranks=2) for rank in range(2)]
     with pytest.raises(ValueError, match="is the share of one rank already"):
-        DataLoader(share, readers=Readers(4, rank=0, ranks=2))
-    rows = [
-        row
-        for rank in range(2)
-        for batch in DataLoader(table, 4, readers=Readers(4, rank=rank, ranks=2))
-        for row in batch["row"].tolist()
-    ]
-    assert sorted(rows) == list(range(8))
+        DataLoader(share, readers=both[0])
+    found = [number for each in both for number in numbers(DataLoader(table, 4, readers=each))]
+    assert sorted(found) == list(range(8))
 
 
 class Shards(ShardedDataset[int]):
@@ -295,15 +297,14 @@ def test_a_state_of_another_rank_of_a_stream_that_divides_itself(
 
     loader = in_rank(0)
     next(iter(loader))
-    state = json.loads(json.dumps(loader.state_dict()))
-    in_rank(0).load_state_dict(state)
+    state = saved(loader)
+    resumed(state, in_rank(0))
     assert not recwarn.list
     for rank, ranks in [(1, 2), (0, 1)]:
         text = f"that of rank 0 of 2, and this is rank {rank} of {ranks}: .* Load in each rank"
         with pytest.warns(MinatoWarning, match=text):
-            in_rank(rank, ranks).load_state_dict(state)
+            resumed(state, in_rank(rank, ranks))
     loader = in_rank(0)
     assert len(list(loader)) == 12
-    state = loader.state_dict()
-    in_rank(1).load_state_dict(state)  # nothing is left that a rank could lose
+    resumed(saved(loader), in_rank(1))  # nothing is left that a rank could lose
     assert not recwarn.list

@@ -78,17 +78,11 @@ def test_content_stays_while_workers_come_and_go(
     """Strict order is torch's with as many workers as readers; in threads nothing draws."""
     forced(5, 1, 3, 6, 2)
     kind = {"workers": method} if method == "thread" else {"multiprocessing_context": method}
+    how: Any = {"order": order, "persistent_workers": persistent, "transforms": [slowly], **kind}
     draws = method != "thread" and readers is not HERE
+    stream, scale = (Draws if draws else Split)(SIZE), AutoScale(start=2, max=6)
     torch.manual_seed(3)
-    loader = DataLoader(
-        *((Draws if draws else Split)(SIZE), size),
-        num_workers=AutoScale(start=2, max=6),
-        readers=readers,
-        order=order,
-        transforms=[slowly],
-        persistent_workers=persistent,
-        **kind,
-    )
+    loader = DataLoader(stream, size, num_workers=scale, readers=readers, **how)
     active: list[int] = []
     got: list[Any] = []
     deadline = time.monotonic() + PATIENCE_S
@@ -119,17 +113,26 @@ def test_without_transforms_no_other_worker_has_work(
     assert len(pool.processes or pool.threads) == expected
 
 
-class Endless(Split):
-    """More than a test takes."""
-
-    def __init__(self) -> None:
-        super().__init__(1_000_000)
-
-
 def tenfold(number: int) -> int:
     """It sleeps for longer than it waits for a core of a busy machine, on which more workers would not help."""
     time.sleep(0.05)
     return number * 10
+
+
+def watch_until(loader: Any, count: int, step_s: float = 0.0) -> list[int]:
+    """Go through an epoch until so many workers are active; returns how many were."""
+    deadline = time.monotonic() + PATIENCE_S
+    active: list[int] = []
+    for _ in watched(loader, active):
+        time.sleep(step_s)
+        if active[-1] == count:
+            return active
+        assert time.monotonic() < deadline, loader._history.autoscale
+    raise AssertionError("the epoch has ended")
+
+
+ENDLESS = 1_000_000
+"""More than a test takes."""
 
 
 @pytest.mark.parametrize("readers", [2, HERE])
@@ -137,29 +140,16 @@ def tenfold(number: int) -> int:
 def test_workers_become_more_while_the_loop_waits_for_transforms(
     readers: Any, workers: Any
 ) -> None:
-    scale = AutoScale(start=1, max=5)
     options: dict[str, Any] = {"transforms": [tenfold], "readers": readers, **workers}
-    loader = DataLoader(Endless(), BATCH, num_workers=scale, **options)
-    deadline = time.monotonic() + PATIENCE_S
-    active: list[int] = []
-    for _ in watched(loader, active):
-        if active[-1] == 5:
-            return
-        assert time.monotonic() < deadline, loader._history.autoscale
+    scale = AutoScale(start=1, max=5)
+    watch_until(DataLoader(Split(ENDLESS), BATCH, num_workers=scale, **options), 5)
 
 
 def test_workers_that_no_item_is_left_for_become_fewer() -> None:
-    scale = AutoScale(start=5, min=1)
     options: dict[str, Any] = {"transforms": [slowly], "readers": 2}
-    loader = DataLoader(Endless(), BATCH, num_workers=scale, **options)
-    deadline = time.monotonic() + PATIENCE_S
-    active: list[int] = []
-    for _ in watched(loader, active):
-        time.sleep(0.05)
-        if active[-1] == 2:
-            break
-        assert time.monotonic() < deadline, loader._history.autoscale
-    assert min(active) == 2
+    scale = AutoScale(start=5, min=1)
+    loader = DataLoader(Split(ENDLESS), BATCH, num_workers=scale, **options)
+    assert min(watch_until(loader, 2, step_s=0.05)) == 2
 
 
 def under_fire(loader: Any, victim: int) -> Iterator[Any]:
@@ -179,26 +169,20 @@ def under_fire(loader: Any, victim: int) -> Iterator[Any]:
 def test_any_worker_may_die(victim: int, order: str, forced: Any) -> None:
     """Two host, one comes and goes, one stands by."""
     forced(2, 4)
-    loader = DataLoader(
-        *(DatasetState(SIZE), BATCH),
-        num_workers=AutoScale(start=2, max=5),
-        readers=3,
-        order=order,
-        transforms=[slowly],
-        multiprocessing_context="fork",
-    )
-    expected = list(DataLoader(DatasetState(SIZE), BATCH, readers=3))
+    how: Any = {"order": order, "transforms": [slowly], "multiprocessing_context": "fork"}
+    scale, stream = AutoScale(start=2, max=5), DatasetState(SIZE)
+    loader = DataLoader(stream, BATCH, num_workers=scale, readers=3, **how)
+    expected = numbers(DataLoader(DatasetState(SIZE), BATCH, readers=3))
     with pytest.warns(RuntimeWarning, match="takes its place"):
-        got = list(under_fire(loader, victim))
+        got = numbers(under_fire(loader, victim))
     if order == "strict":
-        assert numbers(got) == numbers(expected)
-    assert sorted(numbers(got)) == sorted(numbers(expected))
+        assert got == expected
+    assert sorted(got) == sorted(expected)
 
 
 @pytest.mark.parametrize("stream", [Draws, DatasetState])
 def test_a_run_goes_on_with_other_workers(stream: Any, forced: Any) -> None:
     forced(5, 1, 3, 6, 2)
-    scales = [AutoScale(start=start, max=6) for start in (2, 4, 1)]
 
     def loader(num_workers: Any) -> Any:
         options: dict[str, Any] = {"readers": 3, "seed": 5, "transforms": [slowly]}
@@ -207,8 +191,8 @@ def test_a_run_goes_on_with_other_workers(stream: Any, forced: Any) -> None:
     expected = [plain(batch) for batch in loader(0)]
     got: list[Any] = []
     state: Any = None
-    for scale, taken in zip([*scales, 0], [3, 11, 9, None], strict=True):
-        present = loader(scale)
+    for start, taken in ((2, 3), (4, 11), (1, 9), (0, None)):
+        present = loader(AutoScale(start=start, max=6) if start else 0)
         if state is not None:
             present.load_state_dict(state)
         got += [plain(batch) for batch in itertools.islice(present, taken)]

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from minato import DataLoader, ErrorPolicy, Readers, SampleTimeoutError
 from minato._support.counters import shared_integers
-from tests.datasets import ORDERS, TOO_MANY_WORKERS
+from tests.datasets import ORDERS, drain
 from tests.selection import mostly_slow
 from tests.streams.streams import (
     DatasetState,
@@ -28,8 +28,6 @@ from tests.streams.streams import (
     items,
     numbers,
 )
-
-pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 SIZE, BATCH, STUCK = 60, 4, (7, 37)
 LIMIT_S, FOREVER_S = 1.0, 100.0
@@ -43,6 +41,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     COUNTS[:] = 0
     # A worker that stands still for a while answers late, and then it is on another item.
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 60.0)
+
+
+def warned(loader: Any) -> tuple[list[int], list[str]]:
+    """The numbers of an epoch, and its warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        return numbers(loader), [str(one.message) for one in told]
 
 
 @dataclass
@@ -85,11 +90,8 @@ def test_a_stuck_transform_costs_its_item(
     order: str, readers: int, workers: int, tmp_path: Path
 ) -> None:
     log, ways = tmp_path / "log", {"order": order, "readers": readers, "num_workers": workers}
-    loader = make(Pids(SIZE), {"log": log}, transforms=[stuck], **ways)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", RuntimeWarning)
-        found = numbers(loader)
-    assert [str(one.message)[:38] for one in told] == ["2 samples of this epoch were skipped a"]
+    found, told = warned(make(Pids(SIZE), {"log": log}, transforms=[stuck], **ways))
+    assert [text[:38] for text in told] == ["2 samples of this epoch were skipped a"]
     expected = [each for each in range(SIZE) if each not in STUCK]
     assert (found if order in ("strict", "batch") and readers == 1 else sorted(found)) == expected
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -111,10 +113,8 @@ def stuck_late(item: Any) -> Any:
     ("stream", "order"),
     mostly_slow(
         [
-            (DatasetState, "batch"),
-            (IteratorState, "arrival"),
-            (Draws, "strict"),
-            (Seekable, "strict"),
+            *((DatasetState, "batch"), (IteratorState, "arrival")),
+            *((Draws, "strict"), (Seekable, "strict")),
         ],
         quick=2,
     ),
@@ -122,9 +122,8 @@ def stuck_late(item: Any) -> Any:
 def test_the_other_items_are_those_without_a_timeout(stream: Any, order: str) -> None:
     """Readers go on from a state, skip, or are read again, with the same random numbers."""
     expected = items(DataLoader(stream(SIZE), BATCH, readers=3, seed=2))
-    loader = make(
-        stream(SIZE), readers=3, num_workers=2, seed=2, order=order, transforms=[stuck_late]
-    )
+    how: Any = {"num_workers": 2, "order": order, "transforms": [stuck_late]}
+    loader = make(stream(SIZE), readers=3, seed=2, **how)
     assert sorted(items(loader)) == sorted(each for each in expected if each[0] != 37)
 
 
@@ -144,21 +143,12 @@ def stuck_elsewhere(item: Read) -> int:
     ("order", "where"), [*((order, "worker") for order in ORDERS), ("arrival", "main")]
 )
 def test_an_item_that_was_offered_to_another_worker_is_stuck_there(order: str, where: str) -> None:
-    loader = make(
-        Pids(SIZE),
-        {"on_error": "raise"},
-        order=order,
-        num_workers=2,
-        transforms=[stuck_elsewhere],
-        readers=Readers(1, where=where),
-    )
-    iterator, found = iter(loader), list[int]()
-    with pytest.raises(SampleTimeoutError, match=r"item \d+ of reader 0") as caught:
-        for batch in iterator:
-            found += batch.tolist()
-    assert "in stuck_elsewhere" in str(caught.value)
-    for batch in iterator:
-        found += batch.tolist()
+    how: Any = {"order": order, "num_workers": 2, "transforms": [stuck_elsewhere]}
+    loader = make(Pids(SIZE), {"on_error": "raise"}, readers=Readers(1, where=where), **how)
+    found, raised = drain(loader)
+    assert [type(error) for error in raised] == [SampleTimeoutError]
+    assert re.search(r"item \d+ of reader 0", "\n".join(raised[0].__notes__))
+    assert "in stuck_elsewhere" in str(raised[0])
     missing = {*range(SIZE)} - {*found}
     assert len(found) == SIZE - len(missing)
     assert COUNTS[:, 1].nonzero().flatten().tolist()[0] in missing
@@ -196,21 +186,17 @@ class Stalls(Split):
         super().__init__(SIZE)
         self.times, self.at = times, at
 
-    def stall(self, number: int) -> None:
+    def stall(self, number: int) -> int:
         if number == self.at and COUNTS[number, 0] < self.times:
             COUNTS[number, 0] += 1
             time.sleep(FOREVER_S)
+        return number
 
     def __iter__(self) -> Iterator[int]:
         numbers = self.numbers()
         if 13 in numbers:
             self.stall(-1)
-        return self.items(numbers)
-
-    def items(self, numbers: range) -> Iterator[int]:
-        for number in numbers:
-            self.stall(number)
-            yield number
+        return (self.stall(number) for number in numbers)
 
 
 @pytest.mark.parametrize(
@@ -219,18 +205,14 @@ class Stalls(Split):
 )
 def test_a_reader_that_stalls_is_read_again(order: str, at: int) -> None:
     """Two times are borne, and nothing is lost."""
-    ways = {"order": order, "num_workers": 3, "readers": 2}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", RuntimeWarning)
-        found = numbers(make(Stalls(2, at), **ways))
+    found, told = warned(make(Stalls(2, at), order=order, num_workers=3, readers=2))
     assert sorted(found) == [*range(SIZE)]
     assert len(told) == 2
-    item = "item 13 of reader 0" if at == 13 else "item 0 of reader 0"
     pattern = (
-        f"was ended while it ran {item}. Another worker takes its place, and nothing is lost. The iterator took more "
-        r"than sample_timeout=1, and .*Its stack:.*in stall"
+        rf"was ended while it ran item {max(at, 0)} of reader 0. Another worker takes its place, and nothing is lost. "
+        r"The iterator took more than sample_timeout=1, and .*Its stack:.*in stall"
     )
-    assert all(re.search(pattern, str(one.message), re.DOTALL) for one in told)
+    assert all(re.search(pattern, text, re.DOTALL) for text in told)
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its place")
@@ -257,21 +239,11 @@ class Slow(Split):
 @pytest.mark.parametrize(("order", "workers"), [("strict", 1), ("arrival", 2)])
 def test_the_limit_is_that_of_one_item(order: str, workers: int) -> None:
     """Not that of a batch, nor of what a reader that is made again passes over."""
+    how: Any = {"num_workers": workers, "order": order, "transforms": [stuck_late]}
     errors = ErrorPolicy("skip", sample_timeout=LIMIT_S)
-    loader = DataLoader(
-        Slow(40),
-        20,
-        num_workers=workers,
-        readers=1,
-        order=order,
-        errors=errors,
-        transforms=[stuck_late],
-    )
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", RuntimeWarning)
-        found = numbers(loader)
+    found, told = warned(DataLoader(Slow(40), 20, readers=1, errors=errors, **how))
     assert sorted(found) == [number for number in range(40) if number != 37]
-    assert [str(one.message)[:38] for one in told] == ["1 samples of this epoch were skipped a"]
+    assert [text[:38] for text in told] == ["1 samples of this epoch were skipped a"]
 
 
 def test_it_is_refused_where_readers_must_not_be_read_again() -> None:

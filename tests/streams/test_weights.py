@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import re
@@ -16,6 +15,7 @@ import torch
 
 import minato
 from minato import DataLoader, Readers
+from minato._support.counters import shared_integers
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
@@ -24,6 +24,9 @@ from tests.streams.streams import (
     Sequences,
     SequenceState,
     ShardedSequences,
+    interrupted,
+    resumed,
+    saved,
 )
 
 FIRST = {"web": 10**6, "code": 2 * 10**6}
@@ -48,6 +51,7 @@ ABOVE: dict[str, Above] = {
         {"inner": mixed, "other": DrawingSequences(30, 10**9)}, passes=2
     ),
 }
+KEPT_LATE: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": 1000}
 
 
 def make(
@@ -69,10 +73,6 @@ def firsts(batches: Any) -> list[int]:
         else:
             found.append(sample[0])
     return [int(number) for number in found]
-
-
-def saved(loader: Any) -> Any:
-    return json.loads(json.dumps(loader.state_dict()))
 
 
 def all_of() -> list[int]:
@@ -135,11 +135,6 @@ def test_weights_may_change_at_any_random_stops(stress_s: float) -> None:
         check_history(seed)
 
 
-def resumed(state: Any, loader: Any) -> Any:
-    loader.load_state_dict(state)
-    return loader
-
-
 @pytest.mark.parametrize("above", ABOVE)
 def test_weights_change_after_the_last_item_that_was_read(above: str) -> None:
     """The items that come again are those of before; afterwards the new weights hold."""
@@ -154,79 +149,71 @@ def test_weights_change_after_the_last_item_that_was_read(above: str) -> None:
         state = saved(loader)
     assert sorted(got) == sorted(expected)
     if above == "mix":
-        web, code = iter(expected[:SIZE]), iter(expected[SIZE:])
-        parts = [(web, 12), (code, 12), (web, SIZE - 12), (code, SIZE - 12)]
-        assert got == [next(part) for part, count in parts for _ in range(count)]
+        web, code = expected[:SIZE], expected[SIZE:]
+        assert got == [*web[:12], *code[:12], *web[12:], *code[12:]]
 
 
 def test_the_loader_knows_how_far_an_earlier_run_has_read() -> None:
     """States are taken now and then; what was delivered behind the last one comes again with the old weights."""
-    options: dict[str, Any] = {"num_workers": 1, "readers": 1, "snapshot_every_n_steps": 1000}
-    loader = make(DrawingSequences, "mix", WEB_FIRST, **options)
+    loader, other, again = (
+        make(DrawingSequences, "mix", weights, readers=1, **KEPT_LATE)
+        for weights in (WEB_FIRST, CODE_FIRST, WEB_FIRST)
+    )
     got = firsts(itertools.islice(loader, 10))
     state = saved(loader)
     assert state["readers"]["each"][0]["state"]["ordinal"] == 0
-    loader = resumed(state, make(DrawingSequences, "mix", CODE_FIRST, **options))
-    more = firsts(itertools.islice(loader, 5))
+    more = firsts(itertools.islice(resumed(state, other), 5))
     assert min(more) >= FIRST["code"]
-    state = saved(loader)
-    loader = resumed(state, make(DrawingSequences, "mix", WEB_FIRST, **options))
-    assert sorted([*got, *more, *firsts(loader)]) == all_of()
+    assert sorted([*got, *more, *firsts(resumed(saved(other), again))]) == all_of()
 
 
 class KillingCursor(SequenceCursor):
-    """Kills its process once, within its items, if there is a file."""
+    """Kills its process once, within its items, if it is armed."""
 
-    path = ""
+    armed = shared_integers(1)
 
     def __next__(self) -> Any:
-        if self.at == 30 and os.path.exists(self.path):
-            os.remove(self.path)
+        if self.at == 30 and self.armed[0]:
+            self.armed[0] = 0
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__next__()
 
 
 class Killing(DrawingSequences):
-    path = ""
-
     def __iter__(self) -> Any:
         cursor = KillingCursor(self.numbers())
-        cursor.first, cursor.path = self.first, self.path
+        cursor.first = self.first
         return cursor
 
 
 @pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
 @pytest.mark.parametrize("every", [1, 1000])
 @pytest.mark.parametrize("above", ["mix", "shuffle"])
-def test_a_reader_that_is_made_again_draws_as_the_one_before(
-    above: str, every: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_is_made_again_draws_as_the_one_before(above: str, every: int) -> None:
     """Its worker dies after a resume with other weights."""
-    loader = make(Killing, above, WEB_FIRST, num_workers=1, snapshot_every_n_steps=1000)
+    loader = make(Killing, above, WEB_FIRST, **KEPT_LATE)
     got = firsts(itertools.islice(loader, 5))
     state = saved(loader)
-    path = tmp_path / "once"
-    path.touch()
-    monkeypatch.setattr(Killing, "path", str(path))
+    KillingCursor.armed[0] = 1
     options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": every}
     got += firsts(resumed(state, make(Killing, above, WEIGHTS[1], **options)))
-    assert not path.exists()
+    assert not KillingCursor.armed[0]
     assert sorted(got) == all_of()
 
 
 @pytest.mark.parametrize("above", ["pack", "both"])
 def test_weights_are_refused_where_it_is_not_known_how_far_they_were_read(above: str) -> None:
-    options: dict[str, Any] = {"num_workers": 1, "readers": 2, "snapshot_every_n_steps": 1000}
-    loader = make(DrawingSequences, above, WEIGHTS[0], **options)
-    got = firsts(itertools.islice(loader, 5))
-    state = saved(loader)
+    def loader(weights: Any, options: dict[str, Any] = KEPT_LATE) -> Any:
+        return make(DrawingSequences, above, weights, readers=2, **options)
+
+    first = loader(WEIGHTS[0])
+    got = firsts(itertools.islice(first, 5))
+    state = saved(first)
     with pytest.raises(ValueError, match="change them with a state .* num_workers=0"):
-        next(iter(resumed(state, make(DrawingSequences, above, WEIGHTS[1], **options))))
+        next(iter(resumed(state, loader(WEIGHTS[1]))))
     # This is the remedy that the message names.
-    loader = resumed(state, make(DrawingSequences, above, WEIGHTS[0], readers=2))
-    got += firsts(itertools.islice(loader, 2))
-    loader = resumed(saved(loader), make(DrawingSequences, above, WEIGHTS[1], **options))
-    assert sorted(got + firsts(loader)) == all_of()
+    got += interrupted(resumed(state, loader(WEIGHTS[0], {})), 2, loader(WEIGHTS[1]), firsts)
+    assert sorted(got) == all_of()
 
 
 class Around(torch.utils.data.IterableDataset[Any]):
@@ -288,42 +275,39 @@ class Later(Around):
 def test_a_mix_within_a_dataset_of_the_program_does_not_take_its_ordinals_for_its_own(
     around: Any, above: Any
 ) -> None:
-    def make_around(weights: Any) -> Any:
+    def loader(weights: Any) -> Any:
         sources = {name: DrawingSequences(SIZE, first) for name, first in FIRST.items()}
         dataset = above(around(minato.mix(sources, weights)))
         return DataLoader(dataset, 4, collate_fn=list, readers=1)
 
-    loader = make_around(WEIGHTS[0])
-    firsts(itertools.islice(loader, 2))
-    state = saved(loader)
+    first = loader(WEIGHTS[0])
+    firsts(itertools.islice(first, 2))
+    state = saved(first)
     assert state["readers"]["each"][0]["done"] == [[0, 8]]
     state["readers"]["each"][0]["done"] = [[0, 20]]  # as if it were older than what was delivered
     with pytest.raises(ValueError, match="other weights than when the state was saved"):
-        next(iter(resumed(state, make_around(WEIGHTS[1]))))
-    assert len(firsts(resumed(state, make_around(WEIGHTS[0])))) == SIZE - 20
+        next(iter(resumed(state, loader(WEIGHTS[1]))))
+    assert len(firsts(resumed(state, loader(WEIGHTS[0])))) == SIZE - 20
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"seed": 1}, {"passes": 2}, {"exhausted": "stop"}, {"weights": {"b": 1, "a": 1}}],
+    ("options", "name"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"passes": 2}, "passes"),
+        ({"exhausted": "stop"}, "exhausted"),
+        ({"names": "ba"}, "order of names"),
+    ],
 )
-def test_other_rules_are_refused_where_items_come_again(options: dict[str, Any]) -> None:
-    def items(reverses: bool = False, **options: Any) -> Any:
-        names = ["b", "a"] if reverses else ["a", "b"]
+def test_other_rules_are_refused_where_items_come_again(options: Any, name: str) -> None:
+    def items(names: str = "ab", **options: Any) -> Any:
         sources = {name: DrawingSequences(SIZE, FIRST["web"]) for name in names}
         return iter(minato.shuffle(minato.mix(sources, **options), 9))
 
     first = items()
     next(first)
-    second = items("weights" in options, **options)
-    name = "order of names" if "weights" in options else next(iter(options))
     with pytest.raises(ValueError, match=f"the {name} of minato.mix was .* when the state was"):
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-
-
-def generating(above: str, names: tuple[str, ...] = ("web", "code"), **options: Any) -> Any:
-    mixed = minato.mix({name: Sequences(SIZE, 1000 * len(name)) for name in names}, **options)
-    return ABOVE[above](mixed)
+        resumed(saved(first), items(**options))
 
 
 @pytest.mark.parametrize("above", ["mix", "shuffle", "pack"])
@@ -340,26 +324,31 @@ def test_what_is_read_again_from_the_start_must_be_drawn_alike(
     above: str, other: dict[str, Any], words: str
 ) -> None:
     """Datasets without a state, so that nothing but the loader knows of them."""
-    loader = DataLoader(generating(above), 4, collate_fn=list)
-    state = saved(loader)
-    DataLoader(generating(above, **other), 4, collate_fn=list).load_state_dict(state)
-    next(iter(loader))
+
+    def loader(names: tuple[str, ...] = ("web", "code"), **options: Any) -> Any:
+        sources = {name: Sequences(SIZE, 1000 * len(name)) for name in names}
+        return DataLoader(ABOVE[above](minato.mix(sources, **options)), 4, collate_fn=list)
+
+    first = loader()
+    resumed(saved(first), loader(**other))
+    next(iter(first))
     with pytest.raises(ValueError, match=re.escape(words)):
-        DataLoader(generating(above, **other), 4, collate_fn=list).load_state_dict(saved(loader))
-    same = {"weights": {"web": 1, "code": 1.0}}
-    DataLoader(generating(above, **same), 4, collate_fn=list).load_state_dict(saved(loader))
+        resumed(saved(first), loader(**other))
+    resumed(saved(first), loader(weights={"web": 1, "code": 1.0}))
 
 
-def test_weights_stay_where_a_reader_reads_again_whatever_states_there_are() -> None:
-    readers = Readers(1, resume="read")
+@pytest.mark.parametrize(
+    ("resume", "stream", "weights", "words"),
+    [
+        ("read", DrawingSequences, WEIGHTS[1], "weights of minato.mix was"),
+        ("state", Sequences, WEIGHTS[0], "resume with the datasets that it was saved with"),
+    ],
+)
+def test_weights_stay_where_a_reader_reads_again_and_states_where_there_are_some(
+    resume: str, stream: Any, weights: Any, words: str
+) -> None:
+    readers = Readers(1, resume=resume)
     loader = make(DrawingSequences, "mix", WEIGHTS[0], readers=readers)
     next(iter(loader))
-    with pytest.raises(ValueError, match="weights of minato.mix was"):
-        make(DrawingSequences, "mix", WEIGHTS[1], readers=readers).load_state_dict(saved(loader))
-
-
-def test_the_state_of_a_dataset_that_has_none_any_more_is_refused() -> None:
-    loader = make(DrawingSequences, "mix", WEIGHTS[0])
-    next(iter(loader))
-    with pytest.raises(ValueError, match="resume with the datasets that it was saved with"):
-        next(iter(resumed(saved(loader), make(Sequences, "mix", WEIGHTS[0]))))
+    with pytest.raises(ValueError, match=words):
+        next(iter(resumed(saved(loader), make(stream, "mix", weights, readers=readers))))

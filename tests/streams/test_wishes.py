@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset
 
-from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers, skipping
+from minato import DataLoader, MinatoWarning, Readers, skipping
 from minato._support.counters import shared_integers
-from tests.datasets import Roll, wait_until
+from tests.datasets import Roll, Stream, drain, wait_until
 from tests.selection import WORKERS, each_of, mostly_slow, sweep
 from tests.streams.streams import (
     DatasetState,
@@ -25,16 +25,15 @@ from tests.streams.streams import (
     IteratorState,
     Seekable,
     Split,
+    hugging_face,
+    interrupted,
     numbers,
+    resumed,
+    saved,
 )
 
 SIZE, BATCH = 60, 4
 either = each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}})
-
-
-def resumed(loader: Any, state: Any) -> Any:
-    loader.load_state_dict(json.loads(json.dumps(state)))
-    return loader
 
 
 # ---- a state of the dataset that is not exact
@@ -63,9 +62,7 @@ def test_a_shuffle_buffer_is_resumed_exactly_by_reading_again(
         return DataLoader(ShuffleBuffer(SIZE), BATCH, num_workers=num_workers, readers=readers)
 
     expected = numbers(loader(0))
-    first = loader(**workers)
-    got = numbers(itertools.islice(first, 6))
-    assert got + numbers(resumed(loader(after), first.state_dict())) == expected
+    assert interrupted(loader(**workers), 6, loader(after)) == expected
     assert sorted(expected) == list(range(SIZE))
 
 
@@ -94,40 +91,29 @@ class ShuffledCursors(Shuffled, IteratorState):
 def test_a_state_of_a_later_epoch_goes_on_in_a_process_at_the_first(
     stream: Any, workers: dict[str, Any]
 ) -> None:
-    dataset = stream(SIZE)
-    loader = DataLoader(dataset, BATCH, readers=2, **workers)
+    def loader(epoch: int | None = None, workers: dict[str, Any] = workers) -> Any:
+        dataset = stream(SIZE)
+        if epoch is not None:
+            dataset.set_epoch(epoch)
+        return DataLoader(dataset, BATCH, readers=2, **workers)
+
+    first = loader()
     for epoch in range(3):
-        dataset.set_epoch(epoch)
-        got = numbers(itertools.islice(loader, None if epoch < 2 else 6))
-    state = loader.state_dict()
+        first.dataset.set_epoch(epoch)
+        got = numbers(itertools.islice(first, None if epoch < 2 else 6))
     # A trainer may set the epoch before it resumes, and may not.
-    for sets in (False, True):
-        later = stream(SIZE)
-        if sets:
-            later.set_epoch(2)
-        rest = numbers(resumed(DataLoader(later, BATCH, readers=2, **workers), state))
+    for epoch in (None, 2):
+        rest = numbers(resumed(saved(first), loader(epoch)))
         assert sorted(got + rest) == list(range(SIZE))
-    dataset = stream(SIZE)
-    dataset.set_epoch(2)
-    assert got + rest == numbers(DataLoader(dataset, BATCH, readers=2, num_workers=0))
+    assert got + rest == numbers(loader(2, {"num_workers": 0}))
 
 
 # ---- one stream that nobody splits
 
 
-class Whole(IterableDataset[int]):
-    """Each copy gives all numbers."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size))
-
-
 @each_of({"inline": {"num_workers": 0, "readers": 2}, "2-processes": {"num_workers": 2}})
 def test_readers_that_give_the_same_items_are_told(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Whole(SIZE), BATCH, **workers)
+    loader = DataLoader(Stream(SIZE), BATCH, **workers)
     with pytest.warns(MinatoWarning, match="2 readers deliver the same items: use readers=1"):
         assert len(numbers(loader)) == 2 * SIZE
 
@@ -145,21 +131,19 @@ class WithThread:
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_one_reader_reads_once_and_all_workers_transform(order: str) -> None:
-    loader = DataLoader(
-        Whole(SIZE), BATCH, num_workers=2, readers=1, order=order, transforms=[WithThread(2)]
+    how: Any = {"order": order, "transforms": [WithThread(2)]}
+    found, threads = zip(
+        *DataLoader(Stream(SIZE), BATCH, num_workers=2, readers=1, **how), strict=True
     )
-    found, threads = zip(*(batch for batch in loader), strict=True)
     assert sorted(numbers(found)) == list(range(SIZE))
     assert len(set(numbers(threads))) == 2
 
 
 @either
 def test_a_reader_without_items_is_told(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Split(2), BATCH, readers=3, **workers)
-    with pytest.warns(
-        MinatoWarning, match="1 of 3 readers received nothing, the first one reader 0"
-    ):
-        assert sorted(numbers(loader)) == [0, 1]
+    words = "1 of 3 readers received nothing, the first one reader 0"
+    with pytest.warns(MinatoWarning, match=words):
+        assert sorted(numbers(DataLoader(Split(2), BATCH, readers=3, **workers))) == [0, 1]
 
 
 # ---- skipping
@@ -179,15 +163,13 @@ class Counted:
 @pytest.mark.parametrize("stream", [Split, DatasetState])
 @pytest.mark.parametrize("after", [0, 2])
 def test_what_is_skipped_at_a_resume_is_not_transformed(stream: Any, after: int) -> None:
-    def loader(num_workers: int, transform: Counted) -> Any:
-        return DataLoader(
-            stream(1000), BATCH, num_workers=num_workers, readers=2, transforms=[transform]
-        )
-
-    first = loader(0, Counted())
-    got = numbers(itertools.islice(first, 240))
     counted = Counted()
-    rest = numbers(resumed(loader(after, counted), first.state_dict()))
+    first, later = (
+        DataLoader(stream(1000), BATCH, num_workers=each, readers=2, transforms=[transform])
+        for each, transform in ((0, Counted()), (after, counted))
+    )
+    got = numbers(itertools.islice(first, 240))
+    rest = numbers(resumed(saved(first), later))
     assert sorted(got + rest) == list(range(1000))
     assert counted.calls.sum() == len(rest) < 50
 
@@ -198,16 +180,14 @@ def test_a_dataset_can_leave_out_the_work_on_what_is_skipped(
     stream: Any, before: int, after: int
 ) -> None:
     """Its iterator has skip(), or it asks whether an item is dropped."""
-
-    def loader(num_workers: int) -> Any:
-        return DataLoader(stream(1000), BATCH, num_workers=num_workers, readers=2)
-
-    first = loader(before)
+    first, later = (
+        DataLoader(stream(1000), BATCH, num_workers=each, readers=2) for each in (before, after)
+    )
     got = numbers(itertools.islice(first, 240))
-    state = first.state_dict()
+    state = saved(first)
     del first  # its workers have ended then
     counted = stream.read.sum()
-    rest = numbers(resumed(loader(after), state))
+    rest = numbers(resumed(state, later))
     assert sorted(got + rest) == list(range(1000))
     assert stream.read.sum() - counted == len(rest) < 50
     assert not skipping()
@@ -221,28 +201,15 @@ def test_a_generator_that_died_is_told_with_the_count(workers: dict[str, Any]) -
     """After the error was caught, too, with which the rest of its share goes."""
     loader = DataLoader(Dying(SIZE, (30,)), BATCH, readers=2, **workers)
     with pytest.warns(MinatoWarning, match="reader 1 ended by an exception after 9 items"):
-        got = numbers(caught(loader))
+        got, raised = drain(loader)
     assert sorted(got) == list(range(29))
-
-
-def caught(loader: Any) -> Iterator[Any]:
-    """The batches of an epoch in which one raises."""
-    iterator, raised = iter(loader), 0
-    while True:
-        try:
-            yield next(iterator)
-        except StopIteration:
-            break
-        except KeyError:
-            raised += 1
-    assert raised == 1
+    assert [type(error) for error in raised] == [KeyError]
 
 
 @either
 def test_an_iterator_that_can_go_on_goes_on(workers: dict[str, Any]) -> None:
     stream = IteratorState(SIZE, (30, 31))
-    errors = ErrorPolicy(on_error="skip")
-    loader = DataLoader(stream, BATCH, readers=2, errors=errors, **workers)
+    loader = DataLoader(stream, BATCH, readers=2, errors="skip", **workers)
     with pytest.warns(MinatoWarning, match="2 samples of this epoch were skipped"):
         assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {30, 31})
 
@@ -260,9 +227,7 @@ class Parsing(DatasetState):
         numbers = self.numbers()
         while self.at < len(numbers):
             number = numbers[self.at]
-            if number in self.bad and not self.passes:
-                raise KeyError(number)
-            self.at += 1
+            self.at += number not in self.bad or self.passes
             if number in self.bad:
                 raise KeyError(number)
             yield number
@@ -281,10 +246,8 @@ def test_a_dataset_whose_state_is_past_a_bad_item_goes_on(
     expected = sorted({*range(SIZE)} - Parsing.bad)
     assert sorted(numbers(loader(**workers))) == expected
     for stop in (1, 3, 8):
-        first = loader(**workers)
-        got = numbers(itertools.islice(first, stop))
-        again = loader(num_workers=after)
-        assert sorted(got + numbers(resumed(again, first.state_dict()))) == expected
+        got = interrupted(loader(**workers), stop, loader(num_workers=after))
+        assert sorted(got) == expected
 
 
 @either
@@ -319,10 +282,10 @@ def test_a_state_that_is_not_trusted_is_not_gone_on_with() -> None:
 
 
 def test_without_skip_a_generator_that_raised_has_ended() -> None:
-    stream = Parsing(SIZE, passes=True)
-    loader = DataLoader(stream, BATCH)
+    loader = DataLoader(Parsing(SIZE, passes=True), BATCH)
     with pytest.warns(MinatoWarning, match="reader 0 ended by an exception after 5 items"):
-        assert numbers(caught(loader)) == [*range(4)]
+        got, raised = drain(loader)
+    assert (got, len(raised)) == ([*range(4)], 1)
 
 
 class Shared(Split):
@@ -394,41 +357,31 @@ class Connection(IterableDataset[int]):
         raise TypeError("a connection stays where it is")
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
-    stream = Connection(SIZE)
-    loader = DataLoader(
-        *(stream, BATCH),
-        num_workers=num_workers,
-        readers=1,
-        workers="thread",
-        transforms=[WithThread(num_workers)],
-    )
-    batches = list(loader)
-    assert sorted(numbers(batches)) == list(range(SIZE))
+def check_one_thread_read(stream: Connection, batches: Any) -> set[int]:
+    """All items came, read by one thread other than this; returns the threads that transformed them."""
+    found, threads = zip(*batches, strict=True)
+    assert sorted(numbers(found)) == list(range(SIZE))
     assert len(stream.threads) == 1
     assert stream.threads != {threading.get_ident()}
+    return set(numbers(threads))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
+    stream, given = Connection(SIZE), {"num_workers": num_workers, "workers": "thread"}
+    loader = DataLoader(stream, BATCH, readers=1, transforms=[WithThread(num_workers)], **given)
     # Others transform meanwhile.
-    assert len({int(thread) for _, threads in batches for thread in threads}) == num_workers
+    assert len(check_one_thread_read(stream, loader)) == num_workers
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 @pytest.mark.parametrize("method", mostly_slow(["fork", "forkserver"]))
 def test_a_thread_reads_for_processes_that_transform(method: str, order: str) -> None:
     stream = Connection(SIZE)
-    loader = DataLoader(
-        *(stream, BATCH),
-        num_workers=2,
-        readers=Readers(1, where="main"),
-        order=order,
-        transforms=[WithThread(2)],
-        multiprocessing_context=method,
-    )
-    batches = list(loader)
-    assert sorted(numbers(batches)) == list(range(SIZE))
-    assert len(stream.threads) == 1
-    assert stream.threads != {threading.get_ident()}
-    pids = {int(pid) for _, pids in batches for pid in pids}  # of a process's main thread
+    given: Any = {"order": order, "transforms": [WithThread(2)], "multiprocessing_context": method}
+    readers = Readers(1, where="main")
+    loader = DataLoader(stream, BATCH, num_workers=2, readers=readers, **given)
+    pids = check_one_thread_read(stream, loader)  # of a process's main thread
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert sorted(numbers(loader)) == list(range(SIZE))
@@ -436,15 +389,11 @@ def test_a_thread_reads_for_processes_that_transform(method: str, order: str) ->
 
 @pytest.mark.parametrize("stream", [Split, DatasetState, IteratorState])
 def test_what_a_thread_reads_is_resumed(stream: Any) -> None:
-    def loader(num_workers: int) -> Any:
-        readers = Readers(1, where="main")
-        return DataLoader(stream(SIZE), BATCH, num_workers=num_workers, readers=readers)
-
-    expected = numbers(loader(1))
-    first = loader(2)
-    got = numbers(itertools.islice(first, 6))
-    assert got + numbers(resumed(loader(3), first.state_dict())) == expected
-    assert expected == list(range(SIZE))
+    whole, first, later = (
+        DataLoader(stream(SIZE), BATCH, num_workers=each, readers=Readers(1, where="main"))
+        for each in (1, 2, 3)
+    )
+    assert interrupted(first, 6, later) == numbers(whole) == list(range(SIZE))
 
 
 def test_more_readers_of_what_cannot_be_copied_are_refused() -> None:
@@ -473,37 +422,22 @@ class Stuck(Split):
 
 def test_a_timeout_shows_where_the_worker_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 60.0)
-    loader = DataLoader(Stuck(SIZE), BATCH, num_workers=2, readers=1, timeout=1)
-    iterator = iter(loader)
+    iterator = iter(DataLoader(Stuck(SIZE), BATCH, num_workers=2, readers=1, timeout=1))
     wait_until(lambda: bool(Stuck.stuck[0]))  # its start may take longer than the timeout
     with pytest.raises(RuntimeError, match="timed out after 1 seconds") as raised:
         list(iterator)
-    error: BaseException | None = raised.value
-    said = []
-    while error is not None:
-        said += [str(error), *getattr(error, "__notes__", ())]
-        error = error.__cause__
-    assert "wait_for_ever" in "\n".join(said)
+    assert "wait_for_ever" in "".join(traceback.format_exception(raised.value))
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_hugging_faces_shuffle_is_resumed_exactly(num_workers: int) -> None:
     """Its own state leaves out the buffer: the stream is read again."""
-    datasets = pytest.importorskip("datasets")
-
-    def loader() -> Any:
-        table = datasets.Dataset.from_dict({"row": list(range(120))})
-        stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=50)
-        return DataLoader(stream, 8, num_workers=num_workers)
-
-    expected = [batch["row"].tolist() for batch in loader()]
-    first = loader()
-    got = [batch["row"].tolist() for batch in itertools.islice(first, 5)]
-    later = loader()
-    later.load_state_dict(first.state_dict())
-    got += [batch["row"].tolist() for batch in later]
-    assert got == expected
+    whole, first, later = (
+        DataLoader(hugging_face(120, 4).shuffle(seed=1, buffer_size=50), 8, num_workers=num_workers)
+        for _ in range(3)
+    )
+    assert interrupted(first, 5, later) == numbers(whole)
 
 
 class Noted:
@@ -532,8 +466,6 @@ def test_each_worker_and_each_reader_is_initialised(
     """A worker without readers is a worker, whose threads a program may limit there."""
     noted = Noted(called)
     options: dict[str, Any] = {"num_workers": num_workers, "workers": method, "readers": readers}
-    loader = DataLoader(
-        Split(SIZE), BATCH, worker_init_fn=noted, transforms=[noted.transform], **options
-    )
-    assert sorted(numbers(loader)) == list(range(SIZE))
+    how: Any = {"worker_init_fn": noted, "transforms": [noted.transform]}
+    assert sorted(numbers(DataLoader(Split(SIZE), BATCH, **how, **options))) == list(range(SIZE))
     assert list(noted.called) == [1] * called + [0] * (8 - called)
