@@ -33,10 +33,10 @@ class Stream(IterableDataset[dict[str, Any]]):
     """The same from an iterable dataset."""
 
     def __init__(self, size: int) -> None:
-        self.samples = Indexed(size)
+        self.size = size
 
     def __iter__(self) -> Any:
-        yield from (self.samples[index] for index in range(self.samples.size))
+        return map(Indexed(self.size).__getitem__, range(self.size))
 
 
 def noisy(sample: dict[str, Any]) -> dict[str, Any]:

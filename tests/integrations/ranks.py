@@ -39,37 +39,26 @@ def machines(count: int) -> Iterator[list[Machine]]:
     names = [f"minato-{os.getpid()}-{i}" for i in range(count)]
     bridge = f"mn{os.getpid()}"
 
-    def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    def ip(words: str) -> None:
+        done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise OSError(f"ip {' '.join(words)}: {done.stderr}")
+            raise OSError(f"ip {words}: {done.stderr}")
 
     try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("link", "set", bridge, "up")
+        ip(f"link add {bridge} type bridge")
+        ip(f"link set {bridge} up")
         for i, name in enumerate(names):
-            ip("netns", "add", name)
-            ip("link", "add", f"{bridge}-{i}", "type", "veth", "peer", "eth0", "netns", name)
-            ip("link", "set", f"{bridge}-{i}", "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            ip(f"netns add {name}")
+            ip(f"link add {bridge}-{i} type veth peer eth0 netns {name}")
+            ip(f"link set {bridge}-{i} master {bridge} up")
+            ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev eth0")
             for interface in ("lo", "eth0"):
-                ip("-n", name, "link", "set", interface, "up")
-        apart = (
-            "unshare",
-            "--mount",
-            "--ipc",
-            "--uts",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        )
+                ip(f"-n {name} link set {interface} up")
+        apart = "unshare --mount --ipc --uts --pid --fork --kill-child --mount-proc sh -c"
         own = 'hostname "$0" && mount -t tmpfs none /dev/shm && exec "$@"'
         yield [
             Machine(
-                ("ip", "netns", "exec", name, *apart, "sh", "-c", own, name),
-                f"10.77.0.{i + 1}",
-                "eth0",
+                (*f"ip netns exec {name} {apart}".split(), own, name), f"10.77.0.{i + 1}", "eth0"
             )
             for i, name in enumerate(names)
         ]
@@ -81,12 +70,8 @@ def machines(count: int) -> Iterator[list[Machine]]:
 
 def _place(rank: int, on_one: bool) -> dict[str, str]:
     local, node = (rank, 0) if on_one else (0, rank)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "NODE_RANK": str(node),
-        "GROUP_RANK": str(node),
-    }
+    places = {"RANK": rank, "LOCAL_RANK": local, "NODE_RANK": node, "GROUP_RANK": node}
+    return {name: str(place) for name, place in places.items()}
 
 
 def run_ranks(
@@ -96,13 +81,7 @@ def run_ranks(
     programs: Path = PROGRAMS,
     machines: Sequence[Machine] = (),
 ) -> list[Any]:
-    """What each rank of a program returns; ranks that fail or hang are ended and shown.
-
-    Args:
-        programs: File with the program.
-        killed: Ranks that are to be killed meanwhile: theirs is None.
-        machines: One for each rank; none: all are on this one.
-    """
+    """What each rank returns, None where it is to be killed; without ``machines`` all are on this one."""
     on_one = not machines
     machines = machines or [Machine((), "127.0.0.1", "lo")] * num_ranks
     job = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +21,17 @@ def indices(epochs: Iterable[Epoch]) -> list[int]:
     return sorted(chain(*chain(*epochs)))
 
 
-def check(ranks: list[list[Epoch]], size: int, *, shuffled: bool, length: int = 0) -> None:
-    """Compare the epochs of all ranks with what a dataset of this size must give.
-
-    Args:
-        length: How many batches each must have; 0: all the same.
-    """
+def check(
+    ranks: list[list[Epoch]], size: int, *, shuffled: bool | None, length: int | None = None
+) -> None:
+    """Compare the epochs of all ranks, each of so many batches, with what a dataset of this size must give."""
     for epochs in zip(*ranks, strict=True):
         lengths = {len(epoch) for epoch in epochs}
-        assert lengths == {length} if length else len(lengths) == 1
+        assert lengths == {length or len(epochs[0])}
         assert indices(epochs) == list(range(size))
-    first_orders = [tuple(chain(*epoch)) for epoch in ranks[0]]
-    assert len(set(first_orders)) == (len(first_orders) if shuffled else 1)
+    if shuffled is not None:
+        first_orders = [tuple(chain(*epoch)) for epoch in ranks[0]]
+        assert len(set(first_orders)) == (len(first_orders) if shuffled else 1)
 
 
 @pytest.mark.parametrize(("program", "count"), [("ddp", 2), ("shared", 4)])
@@ -66,40 +64,19 @@ def test_one_pool_without_the_rank_that_was_killed() -> None:
         assert rank == {"engines": OURS, "error": None, "indices": [*range(number, 160, 4)]}
 
 
-@pytest.fixture(scope="module")
-def accelerated() -> list[dict[str, Any]]:
+def test_accelerate() -> None:
+    """It shards what is shuffled, keeps the engine, skips, fills up the last batch, and dispatches a stream."""
     pytest.importorskip("accelerate", "1.0")
-    return run_ranks("accelerated")
-
-
-@pytest.mark.parametrize("kind", ["torch's shuffling", "seeded"])
-def test_accelerate_shards_what_is_shuffled(accelerated: list[dict[str, Any]], kind: str) -> None:
-    check([rank[kind] for rank in accelerated], 40, shuffled=True)
-
-
-def test_accelerate_keeps_the_engine(accelerated: list[dict[str, Any]]) -> None:
-    assert [rank["engines"] for rank in accelerated] == [OURS, OURS]
-
-
-def test_accelerate_skips_batches_of_the_same_epoch(accelerated: list[dict[str, Any]]) -> None:
-    for rank in accelerated:
+    ranks = run_ranks("accelerated")
+    for kind, is_shuffled in (("torch's shuffling", True), ("seeded", True), ("stream", False)):
+        check([rank[kind] for rank in ranks], 40, shuffled=is_shuffled)
+    check([rank["arrival"] for rank in ranks], 40, shuffled=None, length=5)
+    for rank in ranks:
+        assert rank["engines"] == OURS
         assert rank["resumed"] == rank["seeded"][1][2:]
-
-
-def test_accelerate_with_batches_that_mix(accelerated: list[dict[str, Any]]) -> None:
-    for epochs in zip(*(rank["arrival"] for rank in accelerated), strict=True):
-        assert [len(epoch) for epoch in epochs] == [5, 5]
-        assert indices(epochs) == list(range(40))
-
-
-def test_accelerate_fills_up_the_last_batch(accelerated: list[dict[str, Any]]) -> None:
-    for epochs in zip(*(rank["uneven"] for rank in accelerated), strict=True):
+    for epochs in zip(*(rank["uneven"] for rank in ranks), strict=True):
         assert [len(epoch) for epoch in epochs] == [6, 6]
         assert set(indices(epochs)) == set(range(42))
-
-
-def test_accelerate_dispatches_a_stream(accelerated: list[dict[str, Any]]) -> None:
-    check([rank["stream"] for rank in accelerated], 40, shuffled=False)
 
 
 @pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
@@ -111,23 +88,19 @@ def test_a_checkpoint_with_the_state_of_one_rank(
     check([rank["epochs"] for rank in run_ranks(f"{trainer}_checkpoint")], 40, shuffled=True)
 
 
-@pytest.fixture(scope="module")
-def lightning() -> list[dict[str, Any]]:
+def test_lightning_injects_a_sampler() -> None:
     pytest.importorskip("lightning", "2.4")
-    return run_ranks("lightning")
-
-
-@pytest.mark.parametrize("kind", ["fabric", "passed", "made"])
-def test_lightning_injects_a_sampler(lightning: list[dict[str, Any]], kind: str) -> None:
-    for rank in lightning:
+    ranks = run_ranks("lightning")
+    expected = {
+        "sampler": "DistributedSampler",
+        "shuffles": True,
+        "order": "arrival",
+        "seed": 5,
+        "bounded": False,
+        "last epoch": 2,
+    }
+    for rank in ranks:
         assert rank["engines"] == OURS
-        used = {key: value for key, value in rank[kind].items() if key != "epochs"}
-        assert used == {
-            "sampler": "DistributedSampler",
-            "shuffles": True,
-            "order": "arrival",
-            "seed": 5,
-            "bounded": False,
-            "last epoch": 2,
-        }
-    check([rank[kind]["epochs"] for rank in lightning], 40, shuffled=True)
+    for kind in ("fabric", "passed", "made"):
+        check([rank[kind].pop("epochs") for rank in ranks], 40, shuffled=True)
+        assert [rank[kind] for rank in ranks] == [expected] * 2

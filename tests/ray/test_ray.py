@@ -63,10 +63,7 @@ class StrangeError(Exception):
 
 
 class Everything(Numbers):
-    """Samples that draw, and tell who ran them.
-
-    Some raise, two do harm only while there is no file ``mark``, and some wait for a file ``mark.left``.
-    """
+    """Samples that draw and tell who ran them; some do harm until there is ``mark``, or wait for ``mark.left``."""
 
     def __init__(self, mark: str) -> None:
         super().__init__(SIZE)
@@ -256,18 +253,13 @@ def test_a_sample_is_what_a_worker_process_makes_of_it(rig: Rig, from_processes:
 
 
 def test_workers_begin_when_the_cluster_has_room_for_them(rig: Rig) -> None:
+    """Torch and the dataset know which of them they are in, and costs are measured where they arise."""
     assert indices(rig.first) == list(range(40))
     assert len(crew(rig.first)) == 1
-    assert len(crew(until_both_work(rig.loader))) == 2
-
-
-def test_torch_and_the_dataset_know_which_worker_they_are_in(rig: Rig) -> None:
     batches = until_both_work(rig.loader)
+    assert len(crew(batches)) == 2
     who = {tuple(each) for batch in batches for each in np.stack(batch[7][:3], 1).tolist()}
     assert who == {(0, 2, 0), (1, 2, 1)}
-
-
-def test_costs_are_measured_where_they_arise(rig: Rig) -> None:
     report = rig.loader.report()
     assert report.setup.worker_method == "ray"
     [step] = [stage for stage in report.run.stages if stage.name == "in_transform"]

@@ -33,13 +33,7 @@ class Failure(Exception):
 
 
 class Job:
-    """Several ranks that run one function, each in a process.
-
-    Args:
-        program: Called in each with its rank and a barrier of all; returns what can be pickled.
-        count: How many there are.
-        local: How many of these, the first ones, are on this node; all by default.
-    """
+    """Ranks that run a function of rank and barrier, each in a process; the first ``local`` are on this node."""
 
     def __init__(
         self, program: Callable[[int, Any], Any], count: int = 2, local: int | None = None
@@ -70,11 +64,7 @@ class Job:
         sent.close()
 
     def result(self, rank: int) -> Any:
-        """What a rank returned.
-
-        Raises:
-            Failure: It raised.
-        """
+        """What a rank returned; ``Failure``: it raised."""
         assert self._results[rank].poll(TIMEOUT_S), f"rank {rank} hangs"
         found, value = self._results[rank].recv()
         if found == "raised":

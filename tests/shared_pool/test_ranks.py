@@ -27,12 +27,11 @@ def deal(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> int:
     return slot.rank
 
 
-def test_in_turn() -> None:
+def test_in_turn_or_whoever_is_there_and_has_waited_longest() -> None:
     rank_slots, this = seats_of("in", "out", "away")
     assert [deal(rank_slots, this, True) for _ in range(9)] == [0, 1, 2] * 3
-
-
-def test_whoever_has_waited_longest() -> None:
+    rank_slots, this = seats_of("out", "away", "in")
+    assert [deal(rank_slots, this, False) for _ in range(7)] == [2, 2, 2, 1, 1, 1, 0]
     rank_slots, this = seats_of("in", "in", "in")
     rank_slots[0].asked_at, rank_slots[1].asked_at, rank_slots[2].asked_at = 7, 5, 6
     rank_slots[0].wants = rank_slots[2].wants = 1
@@ -48,11 +47,6 @@ def test_each_gets_as_many_in_the_end(states: tuple[str, str]) -> None:
     for _ in range(6):
         deal(rank_slots, this, False)
     assert [slot.dealt for slot in rank_slots] == [3, 3]
-
-
-def test_those_that_are_there_come_first() -> None:
-    rank_slots, this = seats_of("out", "away", "in")
-    assert [deal(rank_slots, this, False) for _ in range(7)] == [2, 2, 2, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -76,14 +70,10 @@ def test_who_gets_a_seat(who: Hello, words: str | None) -> None:
 def test_whose_process_has_ended_may_come_again(waits: bool) -> None:
     rank_slots, _ = seats_of("out", "out")
     rank_slots[1].gone = "local rank 1 (process 7) has ended"
-    why = rejection_reason(
-        rank_slots, Hello(0, 4, {"batch_size": "8"}), Hello(1, 5, {"batch_size": "8"}), waits
-    )
-    assert (
-        why is None
-        if waits
-        else "process 7) has ended, and the other ranks continue without it" in str(why)
-    )
+    facts = {"batch_size": "8"}
+    why = rejection_reason(rank_slots, Hello(0, 4, facts), Hello(1, 5, facts), waits)
+    assert (why is None) == waits
+    assert waits or "process 7) has ended, and the other ranks continue without it" in str(why)
 
 
 def test_the_memory_of_a_rank_goes_with_its_process() -> None:

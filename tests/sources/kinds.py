@@ -7,13 +7,15 @@ import os
 import sqlite3
 import tarfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from minato.sources.base import Retry
+from minato.sources.connections import Env
 from tests.sources import servers
 
 COUNT = 60
@@ -46,27 +48,22 @@ class Kind:
     """One kind of source over a store that holds ``COUNT`` samples.
 
     Attributes:
-        make: ``(**arguments) -> source``, with secrets as they are.
-        make_with: The same with secrets from the named environment variables; None if there are no secrets.
         key: Key of sample i.
-        absent: A key that is not there.
         server: What serves it, or None.
         worker_method: What workers of a process that has read samples itself can be.
     """
 
     def __init__(
         self,
-        name: str,
         make: Callable[..., Any],
         key: Callable[[int], Any],
         decode: Callable[[Any], Any],
         server: servers.Server | None = None,
-        make_with: Callable[..., Any] | None = None,
+        secret: str | None = None,
         worker_method: str = "process",
     ) -> None:
-        self.name = name
         self._make = make
-        self._make_with = make_with
+        self._secret = secret
         self.key = key
         self.decode = decode
         self.server = server
@@ -75,22 +72,19 @@ class Kind:
 
     @property
     def has_secrets(self) -> bool:
-        return self._make_with is not None
+        return self._secret is not None
 
     def source(self, keys: Sequence[Any] | None = None, **arguments: Any) -> Any:
         return self._make(keys=keys, **{"decode": self.decode, "retry": RETRY, **arguments})
 
-    def source_from_environment(self, **arguments: Any) -> Any:
-        assert self._make_with is not None
-        return self._make_with(**{"decode": self.decode, "retry": RETRY, **arguments})
+    def source_from_environment(self, variable: str, **arguments: Any) -> Any:
+        """The same with the secret from the named variable."""
+        assert self._secret is not None
+        return self.source(**{self._secret: Env(variable)}, **arguments)
 
 
 def name_of(i: int) -> str:
     return f"sample-{i:07d}"
-
-
-def bytes_of(i: int) -> bytes:
-    return name_of(i).encode()
 
 
 def same(i: int) -> int:
@@ -104,13 +98,11 @@ def sqlite(folder: Path, _: ExitStack) -> Kind:
     from minato.sources.sql import SQLite
 
     path = folder / "samples.db"
-    connection = sqlite3.connect(path)
-    with connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, label INTEGER, x BLOB)")
         rows = [(i, i, features(i).tobytes()) for i in range(COUNT)]
         connection.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
-    connection.close()
-    return Kind("sqlite", lambda **given: SQLite(path, "samples", **given), same, of_row)
+    return Kind(partial(SQLite, path, "samples"), same, of_row)
 
 
 def cassandra(folder: Path, stack: ExitStack) -> Kind:
@@ -130,7 +122,6 @@ def cassandra_cluster(_folder: Path, _stack: ExitStack) -> Kind:
 
 def _cassandra(settings: dict[str, Any], server: servers.Server | None) -> Kind:
     from minato.sources.cassandra import Cassandra
-    from minato.sources.connections import Env
 
     filling = Cassandra(table="minato.samples", **settings)
     cluster, session = filling.connect()
@@ -145,33 +136,22 @@ def _cassandra(settings: dict[str, Any], server: servers.Server | None) -> Kind:
     for i in range(COUNT):
         session.execute(insert, (i, i, features(i).tobytes()))
     cluster.shutdown()
-
-    def make(**given: Any) -> Any:
-        return Cassandra(table="minato.samples", **{**settings, **given})
-
-    def make_with(variable: str, **given: Any) -> Any:
-        return make(password=Env(variable), **given)
-
-    return Kind(
-        "cassandra", make, same, of_row, server, make_with if "password" in settings else None
-    )
+    make = partial(Cassandra, table="minato.samples", **settings)
+    return Kind(make, same, of_row, server, "password" if "password" in settings else None)
 
 
 def files(folder: Path, _: ExitStack) -> Kind:
     from minato.sources.files import Files
 
     _write_files(folder)
-    return Kind("files", lambda **given: Files(str(folder), **given), name_of, of_bytes)
+    return Kind(partial(Files, str(folder)), name_of, of_bytes)
 
 
 def folder(folder: Path, _: ExitStack) -> Kind:
     from minato.sources.objects import Objects
 
     _write_files(folder)
-    url = f"file://{folder}"
-    return Kind(
-        "folder", lambda **given: Objects(url, **given), name_of, of_bytes, worker_method="thread"
-    )
+    return Kind(partial(Objects, f"file://{folder}"), name_of, of_bytes, worker_method="thread")
 
 
 def parquet(folder: Path, _: ExitStack) -> Kind:
@@ -184,7 +164,7 @@ def parquet(folder: Path, _: ExitStack) -> Kind:
         numbers = range(first, first + 20)
         columns = {"label": list(numbers), "x": [features(i).tobytes() for i in numbers]}
         pq.write_table(pa.table(columns), folder / f"{first:03d}.parquet", row_group_size=7)
-    return Kind("parquet", lambda **given: Parquet(folder, **given), same, of_row)
+    return Kind(partial(Parquet, folder), same, of_row)
 
 
 def _write_files(folder: Path) -> None:
@@ -195,7 +175,6 @@ def _write_files(folder: Path) -> None:
 def s3(folder: Path, stack: ExitStack) -> Kind:
     import obstore
 
-    from minato.sources.connections import Env
     from minato.sources.objects import Objects
 
     storage, server, settings = servers.s3_servers(folder)
@@ -206,15 +185,12 @@ def s3(folder: Path, stack: ExitStack) -> Kind:
     for i in range(COUNT):
         obstore.put(store, f"train/{name_of(i)}", record(i))
     obstore.put(store, "shards/first.tar", tar_of(range(COUNT)))
-    given_always = {"client_options": {"allow_http": True}}
+    settings["client_options"] = {"allow_http": True}
 
     def make(url: str = "s3://minato/train", **given: Any) -> Any:
-        return Objects(url, **{**given_always, **settings, **given})
+        return Objects(url, **{**settings, **given})
 
-    def make_with(variable: str, **given: Any) -> Any:
-        return make(secret_access_key=Env(variable), **given)
-
-    return Kind("s3", make, name_of, of_bytes, server, make_with, worker_method="thread")
+    return Kind(make, name_of, of_bytes, server, "secret_access_key", worker_method="thread")
 
 
 def tar_of(numbers: Sequence[int]) -> bytes:

@@ -30,7 +30,6 @@ THREADS: set[str] = set()
 _PATIENCE_S = 90.0
 _STOPPING_S = 10.0
 _TESTS_PID = os.getpid()
-_UNPRIVILEGED = "nobody"
 
 
 PASSWORD = "hush-hush"
@@ -55,13 +54,7 @@ def _kill(pid: int) -> None:
 
 
 class Server:
-    """A server process in a folder of its own.
-
-    Args:
-        command: Its command line.
-        answers: Raises as long as the server is not ready.
-        user: Whom it runs as, if not us.
-    """
+    """A server process in a folder of its own; ``answers`` raises as long as it is not ready."""
 
     def __init__(
         self,
@@ -70,14 +63,13 @@ class Server:
         command: list[str],
         answers: Callable[[], Any],
         stop_signal: signal.Signals = signal.SIGTERM,
-        user: str | None = None,
     ) -> None:
         self.name = name
         self.folder = folder
         self._command = command
         self._answers = answers
         self._stop_signal = stop_signal
-        self._user = user
+
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -94,7 +86,6 @@ class Server:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                user=self._user,
                 start_new_session=True,
                 preexec_fn=cassandra_node.end_with_the_parent,
             )
@@ -160,11 +151,7 @@ def program(name: str, package: str | None = None, inside: str = "") -> Path:
 
 
 def cassandra_server(folder: Path, *, certificate: Path | None = None) -> tuple[Server, Settings]:
-    """A Cassandra node that asks for a role, and the settings of a client; ``make_role`` makes the client's role.
-
-    Args:
-        certificate: A PEM file with a key and its certificate, for clients that come over TLS: all must.
-    """
+    """A node that asks for a role, which ``make_role`` makes, and a client's settings; all come over TLS, if at all."""
     place = replace(cassandra_node.new_place(), authenticates=True)
     if certificate is not None:
         place = replace(place, extra=_TLS.format(certificate=certificate))
@@ -174,11 +161,7 @@ def cassandra_server(folder: Path, *, certificate: Path | None = None) -> tuple[
 
 
 def make_role(settings: Settings, **of_cluster: Any) -> None:
-    """Make the role of a client, which may do everything, in a node that is new.
-
-    Args:
-        of_cluster: Further arguments of the driver's ``Cluster``.
-    """
+    """Make the role of a client, which may do everything, in a node that is new."""
     from cassandra.auth import PlainTextAuthProvider
     from cassandra.cluster import Cluster, NoHostAvailable
 

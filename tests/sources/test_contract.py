@@ -155,11 +155,8 @@ def test_a_million_keys(kind: Kind, opened: Opened) -> None:
 
 @every_kind
 def test_a_copy_and_a_pickle_open_their_own(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind.has_secrets:
-        monkeypatch.setenv("THE_SECRET", servers.PASSWORD)
-        source = kind.source_from_environment(variable="THE_SECRET")
-    else:
-        source = kind.source()
+    monkeypatch.setenv("THE_SECRET", servers.PASSWORD)
+    source = kind.source_from_environment("THE_SECRET") if kind.has_secrets else kind.source()
     assert source[0]["label"] == 0
     text = pickle.dumps(source)
     again = pickle.loads(text)

@@ -16,7 +16,7 @@ import pytest
 from minato import DataLoader, MinatoWarning
 from minato.sources.base import SourceError
 from minato.sources.tars import TarShards
-from tests.streams.streams import interrupted, resumed, saved
+from tests.streams.streams import in_runs, interrupted, resumed, saved
 
 COUNT, SHARDS = 10, 4
 
@@ -84,12 +84,6 @@ def labels(batches: Any) -> list[int]:
     return [int(label) for batch in batches for label in batch["label.txt"]]
 
 
-def in_three_runs(first: Any, second: Any, third: Any, *stops: int) -> list[int]:
-    """The labels of a run that is interrupted twice."""
-    got = labels(itertools.islice(first, stops[0]))
-    return got + interrupted(resumed(saved(first), second), stops[1], third, labels)
-
-
 @KINDS
 def test_resumed_with_other_workers_and_once_more(kind: Callable[..., Any], tmp_path: Path) -> None:
     make = kind(tmp_path)
@@ -98,7 +92,7 @@ def test_resumed_with_other_workers_and_once_more(kind: Callable[..., Any], tmp_
     )
     expected = labels(whole)
     assert sorted(expected) == EVERY
-    assert in_three_runs(*three, 5, 3) == expected
+    assert in_runs(three, (5, 3, None), labels) == expected
 
 
 @KINDS
@@ -163,7 +157,8 @@ def test_what_raised_before_the_saved_place_ends_no_reader(
     expected = labels(loader())
     assert 20 < len(expected) < 90
     for stop in range(1, 6):
-        assert in_three_runs(loader(), loader(), loader(), stop, 2) == expected
+        loaders = (loader() for _ in range(3))
+        assert in_runs(loaders, (stop, 2, None), labels) == expected
     with pytest.raises(SourceError) as raised:
         list(make())
     assert ".tar" in str(raised.value) or "0.jsonl', and leaves out the rest: " in str(raised.value)

@@ -25,29 +25,17 @@ def class_of(key: str) -> str:
 def test_each_key_is_in_one_split_and_the_shares_are_right() -> None:
     parts = split(KEYS, SHARES, seed=1)
     assert sorted(key for part in parts.values() for key in part) == sorted(KEYS)
-    assert {name: len(part) for name, part in parts.items()} == {
-        "train": 800,
-        "val": 100,
-        "test": 100,
-    }
+    lengths = {name: len(part) for name, part in parts.items()}
+    assert lengths == {"train": 800, "val": 100, "test": 100}
     assert parts["test"] == sorted(parts["test"], key=KEYS.index)
     assert parts["test"] != KEYS[-100:]
-
-
-def test_shares_are_reduced_to_the_fewest_folds() -> None:
-    assert split(KEYS[:5], {"a": 80, "b": 20}, seed=1) == split(KEYS[:5], {"a": 4, "b": 1}, seed=1)
-    assert split(KEYS[:1], {"all": 7}, seed=1) == {"all": KEYS[:1]}
-
-
-def test_the_seed_decides() -> None:
-    assert split(KEYS, SHARES, seed=1) == split(KEYS, SHARES, seed=1)
-    assert split(KEYS, SHARES, seed=1) != split(KEYS, SHARES, seed=2)
-
-
-def test_each_split_has_its_share_of_each_class() -> None:
+    assert split(KEYS, SHARES, seed=1) == parts != split(KEYS, SHARES, seed=2)
     parts = split(KEYS, SHARES, seed=1, labels=LABELS)
     assert Counter(map(class_of, parts["test"])) == {"rare": 10, "usual": 90}
     assert Counter(map(class_of, parts["train"])) == {"rare": 80, "usual": 720}
+    # Shares are reduced to the fewest folds.
+    assert split(KEYS[:5], {"a": 80, "b": 20}, seed=1) == split(KEYS[:5], {"a": 4, "b": 1}, seed=1)
+    assert split(KEYS[:1], {"all": 7}, seed=1) == {"all": KEYS[:1]}
 
 
 @settings(max_examples=60)

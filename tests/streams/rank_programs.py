@@ -71,7 +71,8 @@ def trained(model: Any, loader: Any, source: Any = None) -> list[list[Any]]:
     found = []
     for batch in loader:
         model(batch["x"]).sum().backward()
-        found.append([batch["index"].tolist(), (source or loader).is_padding])
+        is_padding = (loader if source is None else source).is_padding
+        found.append([batch["index"].tolist(), is_padding])
     return found
 
 

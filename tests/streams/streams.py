@@ -22,12 +22,7 @@ from tests.datasets import three_draws
 
 
 class Split(IterableDataset[Any]):
-    """Numbers, of which each reader gives a part; later readers have longer parts.
-
-    Attributes:
-        epoch: What ``set_epoch`` was called with; added to the items a thousand times.
-        pause_s: How long generators and iterators wait before each item.
-    """
+    """Numbers, and 1000 for each epoch; later readers have longer parts. Some wait ``pause_s`` before each item."""
 
     pause_s = 0.0
 
@@ -91,11 +86,7 @@ class EpochState(DatasetState):
 
 
 class Cursor(datasets.Cursor):
-    """An iterator over numbers with a state; it draws from all three generators, and goes on after it has raised.
-
-    Args:
-        raises: The numbers for which it raises.
-    """
+    """An iterator with a state; it draws from all three generators, raises at some numbers, and goes on then."""
 
     def __init__(self, numbers: range, raises: Iterable[int] = (), pause_s: float = 0.0) -> None:
         super().__init__(numbers)
@@ -132,11 +123,7 @@ class Raises(IteratorState):
 
 
 class Seeking:
-    """An iterator that can pass over items; it has no other state.
-
-    Args:
-        read: Counts the items that it gives, in any process.
-    """
+    """An iterator that can pass over items, without a state; ``read`` counts those that it gives, in any process."""
 
     def __init__(self, numbers: range, read: Any) -> None:
         self.numbers, self.read = iter(numbers), read
@@ -155,11 +142,7 @@ class Seeking:
 
 
 class Seekable(Split):
-    """Its iterators are ``Seeking``.
-
-    Attributes:
-        read: Counts of all copies in this process and those that are forked.
-    """
+    """Its iterators are ``Seeking``; all copies in this process and those that are forked count in ``read``."""
 
     read = shared_integers(1024, 1)
 
@@ -200,11 +183,7 @@ def sequence_of(number: int) -> list[float]:
 
 
 class Sequences(Split):
-    """Sequences of different lengths, which draw nothing.
-
-    Args:
-        first: Added to each number.
-    """
+    """Sequences of different lengths, which draw nothing; ``first`` is added to each number."""
 
     def __init__(self, size: int, first: int = 0) -> None:
         super().__init__(size)
@@ -217,7 +196,9 @@ class Sequences(Split):
 class SequenceCursor(Cursor):
     """An iterator over sequences with a state, which draws and may raise."""
 
-    first = 0
+    def __init__(self, numbers: Any, first: int = 0, raises: Iterable[int] = ()) -> None:
+        super().__init__(numbers, raises)
+        self.first = first
 
     def __next__(self) -> Any:
         number, *drawn = super().__next__()
@@ -227,12 +208,11 @@ class SequenceCursor(Cursor):
 class DrawingSequences(Sequences):
     """Sequences that draw, from iterators with a state."""
 
+    cursor: type[SequenceCursor] = SequenceCursor
     raises: frozenset[int] = frozenset()
 
     def __iter__(self) -> Any:
-        cursor = SequenceCursor(self.numbers(), self.raises)
-        cursor.first = self.first
-        return cursor
+        return self.cursor(self.numbers(), self.first, self.raises)
 
 
 class SequenceState(DatasetState):
@@ -263,6 +243,8 @@ class StartingOver(SequenceState):
 class ShardedSequences(ShardedDataset[Any]):
     """Sequences in four shards, of iterators with a state."""
 
+    cursor: type[SequenceCursor] = SequenceCursor
+
     def __init__(self, size: int, first: int = 0) -> None:
         super().__init__(seed=first)
         self.size, self.first = size, first
@@ -271,9 +253,8 @@ class ShardedSequences(ShardedDataset[Any]):
         return ["0", "1", "2", "3"]
 
     def iter_shard(self, name: str, state: Any = None) -> Any:
-        first = 1000 * self.epoch + self.size * int(name) // 4
-        cursor = SequenceCursor(range(first, first + self.size // 4))
-        cursor.first = self.first
+        start = 1000 * self.epoch + self.size * int(name) // 4
+        cursor = self.cursor(range(start, start + self.size // 4), self.first)
         if state is not None:
             cursor.load_state_dict(state)
         return cursor
@@ -344,3 +325,21 @@ def interrupted(
     """What so many batches of a loader hold, and what another one gives that goes on from its state."""
     got = content(itertools.islice(first, stop)) if stop else []
     return got + content(resumed(saved(first), later))
+
+
+def in_runs(
+    loaders: Iterable[Any],
+    stops: Iterable[int | None],
+    content: Callable[[Any], list[Any]] = numbers,
+) -> list[Any]:
+    """What an epoch gives in several runs, each of so many batches, that go on with what the one before has left."""
+    got, state = list[Any](), None
+    for loader, stop in zip(loaders, stops, strict=False):
+        if state is not None:
+            resumed(state, loader)
+        batches = list(itertools.islice(loader, stop))
+        got += content(batches)
+        if stop is None or len(batches) < stop:
+            break
+        state = saved(loader)
+    return got

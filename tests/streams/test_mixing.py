@@ -95,20 +95,10 @@ def test_passes_are_epochs_of_their_own() -> None:
     assert names_of(itertools.islice(endless, 500)) == ["web"] * 500
 
 
-def test_weights_change_at_an_item_and_at_a_resume() -> None:
+def test_weights_change_at_an_item() -> None:
     schedule = {0: {"web": 1, "code": 0}, 100: {"web": 0, "code": 1}}
     names = names_of(make_mix(200, 200, weights=schedule))
     assert names == ["web"] * 100 + ["code"] * 200
-
-    def items(web: float) -> Any:
-        sources = {"web": IteratorState(200), "code": IteratorState(200)}
-        sources["code"].set_epoch(3)
-        return iter(minato.mix(sources, {"web": web, "code": 1.0 - web}))
-
-    first = items(1.0)
-    got = [next(first)[0] for _ in range(80)]
-    got += [item[0] for item in resumed(saved(first), items(0.0))]
-    assert got == [*range(80), *range(3000, 3200)]
 
 
 def test_a_source_that_has_no_weight_any_more_is_not_waited_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 import minato
-from minato import DataLoader, ErrorPolicy
-from tests.datasets import ORDERS
+from minato import DataLoader
+from tests.datasets import ORDERS, flat
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
     DrawingSequences,
@@ -23,6 +23,7 @@ from tests.streams.streams import (
     SequenceState,
     ShardedSequences,
     StartingOver,
+    in_runs,
     sequence_of,
 )
 
@@ -52,9 +53,9 @@ class Late(Sequences):
 class Keeping(SequenceCursor):
     """Its state is a dict that it keeps and changes, also one that was loaded."""
 
-    def __init__(self, numbers: Any) -> None:
+    def __init__(self, *given: Any) -> None:
         self.state = {"at": 0}
-        super().__init__(numbers)
+        super().__init__(*given)
 
     @property
     def at(self) -> int:  # type: ignore[override]
@@ -77,34 +78,24 @@ class OwnOrder(Sequences):
     def __iter__(self) -> Any:
         numbers = self.numbers()
         order = torch.randperm(len(numbers)).tolist()
-        cursor = Keeping(random.sample([numbers[i] for i in order], len(numbers)))
-        cursor.first = self.first
-        return cursor
+        return Keeping(random.sample([numbers[i] for i in order], len(numbers)), self.first)
 
 
 class OwnShards(ShardedSequences):
     """Shards whose states are kept and changed."""
 
-    def iter_shard(self, name: str, state: Any = None) -> Any:
-        cursor = Keeping(super().iter_shard(name).numbers)
-        cursor.first = self.first
-        if state is not None:
-            cursor.load_state_dict(state)
-        return cursor
+    cursor = Keeping
 
 
 RULES = ("continue", "stop", "repeat")
 
 
 def nested(rng: random.Random, depth: int, rules: tuple[str, ...] = RULES) -> IterableDataset[Any]:
-    """Datasets over datasets, each of whose sequences has numbers of its own.
-
-    Args:
-        rules: For exhausted sources; some leave others where they are, which then go on there or start over.
-    """
+    """Datasets over datasets, each of whose sequences has numbers of its own; ``rules``: for exhausted sources."""
     kind = rng.choice(["shuffle", "mix", "pack"]) if depth else "leaf"
     seed = rng.randrange(100)
     if kind == "leaf":
+        # Some rules leave sources where they are, which then go on there or start over.
         state = StartingOver if "stop" in rules else SequenceState
         leaf = rng.choice(
             [state, DrawingSequences, ShardedSequences, Late, OwnOrder, OwnShards]
@@ -118,12 +109,9 @@ def nested(rng: random.Random, depth: int, rules: tuple[str, ...] = RULES) -> It
     if kind == "shuffle":
         return minato.shuffle(nested(rng, depth - 1, rules), rng.choice([1, 2, 7, 30]), seed)
     if kind == "pack":
-        return minato.pack(
-            nested(rng, depth - 1, rules),
-            rng.randrange(6, 25),
-            oversized=rng.choice(["raise", "split", "truncate", "drop"]),
-            open_rows=rng.choice([1, 3, 8]),
-        )
+        dataset, length = nested(rng, depth - 1, rules), rng.randrange(6, 25)
+        oversized = rng.choice(["raise", "split", "truncate", "drop"])
+        return minato.pack(dataset, length, oversized=oversized, open_rows=rng.choice([1, 3, 8]))
     names = ["a", "b", "c"][: rng.randrange(1, 4)]
     phases = {at: {name: rng.choice([0, 1, 2, 4]) for name in names} for at in (0, 9, 25)}
     for weights in phases.values():
@@ -144,53 +132,24 @@ def as_text(samples: list[Any]) -> list[str]:
 def make(history: int, num_workers: int) -> DataLoader[Any]:
     rng = random.Random(history)
     dataset = nested(rng, rng.randrange(1, 4), rng.choice([RULES, RULES[:1]]))
-    return DataLoader(
-        dataset,
-        rng.randrange(1, 6),
-        readers=rng.randrange(1, 5),
-        order=rng.choice(ORDERS),
-        num_workers=num_workers,
-        collate_fn=as_text,
-        errors=ErrorPolicy(on_error="skip"),
-        seed=history,
-    )
-
-
-def taken(loader: DataLoader[Any], count: int) -> list[str]:
-    """The items of so many batches."""
-    found: list[str] = []
-    for number, batch in enumerate(loader, 1):
-        found += batch
-        if number == count:
-            break
-    return found
+    size, readers, order = rng.randrange(1, 6), rng.randrange(1, 5), rng.choice(ORDERS)
+    how: Any = {"order": order, "collate_fn": as_text, "errors": "skip", "seed": history}
+    return DataLoader(dataset, size, readers=readers, num_workers=num_workers, **how)
 
 
 def check_history(history: int) -> None:
     """A run with random stops has the items of one without."""
     rng = random.Random(-history)
     epoch = rng.randrange(3)
-    loader = make(history, 0)
-    loader.set_epoch(epoch)
-    expected = taken(loader, 1 << 60)
-    got: list[str] = []
-    state: Any = None
-    for stop in range(rng.randrange(2, 5)):
-        loader = make(history, rng.choice([0, 0, 1, 2, 3]) if stop else 0)
-        if state is None:
-            loader.set_epoch(epoch)
-        else:
-            loader.load_state_dict(state)
-        got += taken(loader, rng.randrange(1, 20))
-        state = json.loads(json.dumps(loader.state_dict()))
-        if state["finished"]:
-            break
-    else:
-        loader = make(history, 0)
-        loader.load_state_dict(state)
-        got += taken(loader, 1 << 60)
+    whole, first = make(history, 0), make(history, 0)
+    for each in (whole, first):
+        each.set_epoch(epoch)
+    expected = flat(whole)
+    stops = [rng.randrange(1, 20) for _ in range(rng.randrange(2, 5))]
+    later = (make(history, rng.choice([0, 0, 1, 2, 3])) for _ in stops)
+    got = in_runs(itertools.chain([first], later), [*stops, None], flat)
     assert Counter(got) == Counter(expected), history
-    if loader.order == "strict":
+    if whole.order == "strict":
         assert got == expected, history
 
 

@@ -66,11 +66,7 @@ def check_warns(loader: Any, words: str, read: Any = numbers) -> list[Any]:
 
 
 class Uneven:
-    """A transform that takes long for a few items, and draws, in threads, too; it fails for some.
-
-    Args:
-        fails: How often it raises, by number; each process counts by itself, and an item is retried where it failed.
-    """
+    """A transform that takes long for a few items, and draws; in each process it raises so often for some numbers."""
 
     def __init__(self, fails: dict[int, int] | None = None) -> None:
         self.fails = dict(fails or {})

@@ -189,13 +189,13 @@ class Changed(Stateful):
     bad: tuple[int, ...] = ()
 
     def __iter__(self) -> Any:
-        cursor = ChangedCursor(self.numbers())
-        cursor.bad = self.bad
-        return cursor
+        return ChangedCursor(self.numbers(), self.bad)
 
 
 class ChangedCursor(SequenceCursor):
-    bad: tuple[int, ...] = ()
+    def __init__(self, numbers: range, bad: tuple[int, ...]) -> None:
+        super().__init__(numbers)
+        self.bad = bad
 
     def __next__(self) -> Any:
         item = super().__next__()

@@ -30,6 +30,7 @@ from tests.streams.streams import (
     Raises,
     Split,
     hugging_face,
+    in_runs,
     interrupted,
     items,
     numbers,
@@ -93,25 +94,18 @@ def check_history(seed: int) -> None:
     epoch = rng.choice([0, 0, 2])
     # Where batches mix, fewer items are dropped.
     drop_last = order in ("strict", "batch") and stream is not Raises and rng.random() < 0.3
-    expected = whole(stream, readers, size, epoch, transforms, drop_last)
-    got: list[tuple[float, ...]] = []
-    state: Any = None
     stops = [rng.randint(0, 8) for _ in range(rng.randint(1, 4))]
-    said = [(stream.__name__, order, how, size, transforms, epoch, drop_last)]
-    for stop in [*stops, None]:
-        workers = workers_of(rng, not in_threads)
-        said.append((workers, stop))
+    said: list[Any] = [(stream.__name__, order, how, size, transforms, epoch, drop_last, stops)]
+
+    def loaders() -> Iterator[Any]:
         # A new process does not know the epoch of the dataset: the state does.
-        first = epoch if state is None else None
-        options = {"order": order, "drop_last": drop_last, **workers}
-        loader = make(stream, how, size, first, transforms, **options)
-        if state is not None:
-            resumed(state, loader)
-        batches = list(itertools.islice(loader, stop))
-        got += items(batches)
-        if stop is None or len(batches) < stop:  # the epoch has ended
-            break
-        state = saved(loader)
+        for first in itertools.chain([epoch], itertools.repeat(None)):
+            options = {"order": order, "drop_last": drop_last, **workers_of(rng, not in_threads)}
+            said.append(options)
+            yield make(stream, how, size, first, transforms, **options)
+
+    got = in_runs(loaders(), [*stops, None], items)
+    expected = whole(stream, readers, size, epoch, transforms, drop_last)
     if order == "strict":
         assert got == expected, said
     assert sorted(got) == sorted(expected), said

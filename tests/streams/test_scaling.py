@@ -19,7 +19,7 @@ from minato import AutoScale, DataLoader, Readers
 from tests.datasets import ORDERS, wait_until
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
-from tests.streams.streams import DatasetState, Draws, Split, numbers, plain
+from tests.streams.streams import DatasetState, Draws, Split, in_runs, numbers, plain
 
 SIZE, BATCH, EPOCHS = 240, 4, 2
 HERE = Readers(1, where="main")
@@ -188,16 +188,8 @@ def test_a_run_goes_on_with_other_workers(stream: Any, forced: Any) -> None:
         options: dict[str, Any] = {"readers": 3, "seed": 5, "transforms": [slowly]}
         return DataLoader(stream(SIZE), BATCH, num_workers=num_workers, **options)
 
-    expected = [plain(batch) for batch in loader(0)]
-    got: list[Any] = []
-    state: Any = None
-    for start, taken in ((2, 3), (4, 11), (1, 9), (0, None)):
-        present = loader(AutoScale(start=start, max=6) if start else 0)
-        if state is not None:
-            present.load_state_dict(state)
-        got += [plain(batch) for batch in itertools.islice(present, taken)]
-        state = present.state_dict()
-    assert got == expected
+    loaders = (loader(AutoScale(start=start, max=6) if start else 0) for start in (2, 4, 1, 0))
+    assert in_runs(loaders, (3, 11, 9, None), plain) == plain(list(loader(0)))
 
 
 @pytest.mark.parametrize("scale", ["auto", AutoScale(max=3)])

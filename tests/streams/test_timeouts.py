@@ -176,11 +176,7 @@ def test_a_stuck_transform_is_tried_again_as_often_as_the_policy_says(retries: i
 
 
 class Stalls(Split):
-    """Stalls before the last item of reader 0, or in ``iter()``, so many times.
-
-    Args:
-        at: The item; -1: ``iter()``.
-    """
+    """Stalls before the last item of reader 0, or in ``iter()``, where ``at`` is -1, so many times."""
 
     def __init__(self, times: int, at: int = 13) -> None:
         super().__init__(SIZE)

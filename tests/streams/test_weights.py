@@ -24,6 +24,7 @@ from tests.streams.streams import (
     Sequences,
     SequenceState,
     ShardedSequences,
+    in_runs,
     interrupted,
     resumed,
     saved,
@@ -139,14 +140,9 @@ def test_weights_may_change_at_any_random_stops(stress_s: float) -> None:
 def test_weights_change_after_the_last_item_that_was_read(above: str) -> None:
     """The items that come again are those of before; afterwards the new weights hold."""
     expected = firsts(make(SequenceState, above, WEB_FIRST))
-    got: list[int] = []
-    state: Any = None
-    for weights, stop in ((WEB_FIRST, 3), (CODE_FIRST, 3), (WEB_FIRST, 0), (WEB_FIRST, None)):
-        loader = make(SequenceState, above, weights)
-        if state is not None:
-            loader.load_state_dict(state)
-        got += firsts(itertools.islice(loader, stop))
-        state = saved(loader)
+    weights = (WEB_FIRST, CODE_FIRST, WEB_FIRST, WEB_FIRST)
+    loaders = (make(SequenceState, above, each) for each in weights)
+    got = in_runs(loaders, (3, 3, 0, None), firsts)
     assert sorted(got) == sorted(expected)
     if above == "mix":
         web, code = expected[:SIZE], expected[SIZE:]
@@ -180,10 +176,7 @@ class KillingCursor(SequenceCursor):
 
 
 class Killing(DrawingSequences):
-    def __iter__(self) -> Any:
-        cursor = KillingCursor(self.numbers())
-        cursor.first = self.first
-        return cursor
+    cursor = KillingCursor
 
 
 @pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
@@ -227,8 +220,11 @@ class Around(torch.utils.data.IterableDataset[Any]):
 
 
 class HalfOf:
+    """Every second item of an iterator, whose state is its own."""
+
     def __init__(self, items: Any) -> None:
         self.items = items
+        self.state_dict, self.load_state_dict = items.state_dict, items.load_state_dict
 
     def __iter__(self) -> Any:
         return self
@@ -236,12 +232,6 @@ class HalfOf:
     def __next__(self) -> Any:
         next(self.items)
         return next(self.items)
-
-    def state_dict(self) -> Any:
-        return self.items.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.items.load_state_dict(state)
 
 
 class Later(Around):
