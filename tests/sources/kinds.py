@@ -185,10 +185,10 @@ def s3(folder: Path, stack: ExitStack) -> Kind:
     for i in range(COUNT):
         obstore.put(store, f"train/{name_of(i)}", record(i))
     obstore.put(store, "shards/first.tar", tar_of(range(COUNT)))
-    settings["client_options"] = {"allow_http": True}
+    plain = {"client_options": {"allow_http": True}}
 
     def make(url: str = "s3://minato/train", **given: Any) -> Any:
-        return Objects(url, **{**settings, **given})
+        return Objects(url, **{**plain, **settings, **given})
 
     return Kind(make, name_of, of_bytes, server, "secret_access_key", worker_method="thread")
 
