@@ -89,15 +89,16 @@ def ddp() -> Any:
 
 
 def accelerated() -> Any:
-    from accelerate.data_loader import prepare_data_loader
+    import accelerate
 
     accelerator = accelerator_with()
     found: dict[str, Any] = {}
     for mode in MODES:
         model, loader = accelerator.prepare(torch.nn.Linear(2, 1), make(mode))
         found[mode] = [trained(model, loader, loader.base_dataloader) for _ in range(2)]
+    prepare = accelerate.data_loader.prepare_data_loader  # the adapted one
     how = {"put_on_device": True, "dispatch_batches": True}
-    found["refusal"] = told(lambda: prepare_data_loader(make("pad"), accelerator.device, **how))
+    found["refusal"] = told(lambda: prepare(make("pad"), accelerator.device, **how))
     accelerator.end_training()
     return found
 
