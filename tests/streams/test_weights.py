@@ -327,18 +327,16 @@ def test_what_is_read_again_from_the_start_must_be_drawn_alike(
     resumed(saved(first), loader(weights={"web": 1, "code": 1.0}))
 
 
-@pytest.mark.parametrize(
-    ("resume", "stream", "weights", "words"),
-    [
-        ("read", DrawingSequences, WEIGHTS[1], "weights of minato.mix was"),
-        ("state", Sequences, WEIGHTS[0], "resume with the datasets that it was saved with"),
-    ],
-)
-def test_weights_stay_where_a_reader_reads_again_and_states_where_there_are_some(
-    resume: str, stream: Any, weights: Any, words: str
-) -> None:
-    readers = Readers(1, resume=resume)
+def test_weights_stay_where_a_reader_reads_again_whatever_states_there_are() -> None:
+    readers = Readers(1, resume="read")
     loader = make(DrawingSequences, "mix", WEIGHTS[0], readers=readers)
     next(iter(loader))
-    with pytest.raises(ValueError, match=words):
-        next(iter(resumed(saved(loader), make(stream, "mix", weights, readers=readers))))
+    with pytest.raises(ValueError, match="weights of minato.mix was"):
+        resumed(saved(loader), make(DrawingSequences, "mix", WEIGHTS[1], readers=readers))
+
+
+def test_the_state_of_a_dataset_that_has_none_any_more_is_refused() -> None:
+    loader = make(DrawingSequences, "mix", WEIGHTS[0])
+    next(iter(loader))
+    with pytest.raises(ValueError, match="resume with the datasets that it was saved with"):
+        next(iter(resumed(saved(loader), make(Sequences, "mix", WEIGHTS[0]))))
