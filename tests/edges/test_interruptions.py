@@ -127,13 +127,20 @@ class Interrupter:
         chance: With which probability it raises at such a line.
         repeats: How often it raises at the same line.
         traced: Beginnings of the names of the files whose lines count.
+        seed: Of the choice.
     """
 
-    def __init__(self, chance: float, repeats: int = 1, traced: tuple[str, ...] = TRACED) -> None:
+    def __init__(
+        self,
+        chance: float = 1.0,
+        repeats: int = 1,
+        traced: tuple[str, ...] = TRACED,
+        seed: int = 0,
+    ) -> None:
         self.raised, self.where = 0, ""
         self._chance, self._repeats, self._traced = chance, repeats, traced
         self._seen: Counter[Any] = Counter()
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
         self._armed, self._kind = False, ""
         self._pid = os.getpid()
 

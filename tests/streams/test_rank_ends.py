@@ -28,8 +28,7 @@ from minato.engine import factory, measured_batches
 from minato.engine.engine import Engine
 from minato.engine.inline import InlineEngine
 from tests.datasets import ORDERS, drain, indices, wait_until
-from tests.delivery.recorder import Recorder
-from tests.delivery.test_pinning import accelerated
+from tests.delivery.recorder import Recorder, accelerated
 from tests.edges.test_interruptions import (
     COST,
     LENGTH,
@@ -595,7 +594,7 @@ class Endless(HashStore):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("size", [SIZE, COST], ids=["size", "cost"])
+@pytest.mark.parametrize("size", [SIZE, COST["batch"]], ids=["size", "cost"])
 @pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.1, 6, 3), (0.5, 12, 30)]))
 def test_an_interruption_at_any_line_loses_nothing(
     num_workers: int, size: Any, chance: float, epochs: int, least: int, use: Any
