@@ -76,13 +76,21 @@ _UNCHANGED = {id(kind) for kind in (torch.Tensor, str, bytes, int, float, bool, 
 
 def convert(sample: object) -> Any:
     """What torch's ``default_convert`` makes of a single sample, up to ten times as fast for lists of numbers."""
+    try:
+        return _converted(sample)
+    except TypeError:
+        pass
+    return default_convert(sample)  # for its error, or what it makes in its place
+
+
+def _converted(sample: object) -> Any:
     kind, parts = type(sample), cast(Any, sample)
     if id(kind) in _UNCHANGED:
         return sample
     if kind is tuple or kind is list:
-        return [convert(part) for part in parts]
+        return [_converted(part) for part in parts]
     if kind is dict:
-        return {key: convert(part) for key, part in parts.items()}
+        return {key: _converted(part) for key, part in parts.items()}
     return default_convert(sample)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserList, deque, namedtuple
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -90,11 +91,19 @@ def test_it_equals_torchs(sample: Any) -> None:
 
 
 def test_an_error_is_torchs() -> None:
-    with pytest.raises(TypeError) as expected:
-        default_convert({"a": [np.datetime64("2020-01-01")]})
-    with pytest.raises(TypeError) as found:
-        convert({"a": [np.datetime64("2020-01-01")]})
-    assert str(found.value) == str(expected.value)
+    """With the errors that led to it."""
+    sample = {"a": [np.datetime64("2020-01-01")]}
+
+    def chain(function: Callable[[Any], Any]) -> list[str]:
+        with pytest.raises(TypeError) as found:
+            function(sample)
+        errors: list[BaseException | None] = [found.value]
+        while (error := errors[-1]) is not None:
+            errors.append(error.__context__)
+        return [*map(repr, errors)]
+
+    assert len(chain(default_convert)) > 2
+    assert chain(convert) == chain(default_convert)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
