@@ -193,21 +193,22 @@ class Channel:
         return None
 
     def close(self, store: Store) -> bool:
-        """Take leave; returns whether nobody needs what is in the store."""
-        self._post(store, self.promised, self.ended)
-        if self.has_left:
-            store.add(f"{self.name}/left/{self.rank}", 1)
-        else:
-            if not self.has_told_end:
-                store.add(f"{self.name}/over", 1)
-                self.has_told_end = True
-            if store.add(f"{self.name}/over", 0) < self.ranks:
-                return False
-        if store.add(f"{self.name}/gone", 1) == self.ranks:
-            of_ranks = (f"{kind}/{i}" for kind in ("rank", "left") for i in range(self.ranks))
-            rings = (f"all/{i}" for i in range(_RING)) if self.shortest else ()
-            for key in ("ended", "over", "gone", *of_ranks, *rings):
-                store.delete_key(f"{self.name}/{key}")
+        """Take leave; returns whether that is all: rank 0, which may host the store, clears it after all others."""
+        if not self.has_told_end:
+            self._post(store, self.promised, self.ended)
+            if self.has_left:
+                store.add(f"{self.name}/left/{self.rank}", 1)
+            # The last that other ranks ask of the store: from then on that of rank 0 may end.
+            store.add(f"{self.name}/over", 1)
+            self.has_told_end = True
+        if self.rank:
+            return True
+        if store.add(f"{self.name}/over", 0) < self.ranks:
+            return False
+        of_ranks = (f"{kind}/{i}" for kind in ("rank", "left") for i in range(self.ranks))
+        rings = (f"all/{i}" for i in range(_RING)) if self.shortest else ()
+        for key in ("ended", "over", *of_ranks, *rings):
+            store.delete_key(f"{self.name}/{key}")
         return True
 
 
@@ -302,7 +303,10 @@ class _Service:
         for channel in list(self.open):
             _left(self, channel)
         until = time.monotonic() + _EXIT_S
-        while any(self.rank == 0 or not channel.has_told_end for channel in list(self.closing)):
+        while any(
+            not each.has_told_end or (self.rank == 0 and not each.has_left)
+            for each in list(self.closing)
+        ):
             if self.failure is not None or time.monotonic() > until:
                 break
             time.sleep(_LOOK_S)
