@@ -167,9 +167,9 @@ def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
 
 @pytest.mark.stress
 def test_random_damage_for_long(stress_s: float) -> None:
-    check = given(st.sampled_from(list(KINDS)), FAULTS, FAULTS, st.booleans())(check_survived)
+    damaged = given(st.sampled_from(list(KINDS)), FAULTS, FAULTS, st.booleans())
     for number in numbers_for(stress_s, os.getpid()):
-        settings(max_examples=500, database=None)(seed(number)(check))()
+        settings(max_examples=500, database=None)(seed(number)(damaged(check_survived)))()
 
 
 class Broken(SharedStore):
