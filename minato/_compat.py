@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import default_convert
 
 try:
     from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in typeshed
@@ -309,6 +310,11 @@ def collates_texts() -> bool:
         and rules.get(bytes) is _OF_TEXTS
         and getattr(_COLLATE.get("collate"), "__globals__", None) is _COLLATE
     )
+
+
+def converts_by_default() -> bool:
+    """Whether ``default_convert`` calls itself for what a container holds, and not a program's function."""
+    return _COLLATE.get("default_convert") is default_convert
 
 
 def collate_in_own_memory(samples: object) -> Any:

@@ -830,11 +830,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             # torch shards and seeds data pipes by its own protocol.
             if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
-            given = self._options.observe.trace, self._session, self._options.readers
-            features = "observe=Observe(trace=...)", "workers=SharedPool(...)", "readers="
-            for feature, value in zip(features, given, strict=True):
-                if value is not None:
-                    self._refuse_data_pipes(feature)
+            if self._options.observe.trace is not None:
+                self._refuse_data_pipes("observe=Observe(trace=...)")
+            if self._session is not None:
+                self._refuse_data_pipes("workers=SharedPool(...)")
+            if self._options.readers is not None:
+                self._refuse_data_pipes("readers=")
             return super()._get_iterator()
         parts = self._replaced_parts()
         if parts:
@@ -985,24 +986,23 @@ class _Epochs:
     def begin(self, loader: Any) -> Epoch:
         persists = not self._is_new and loader._iterator is not None
         if not self._is_new:
-            old, self._spec, self._engines = (
-                self._spec.sampling.dealt,
-                loader._spec(),
-                loader._engines,
-            )
-            new = self._spec.sampling.dealt
-            if old != new:
-                raise RuntimeError(
-                    f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of "
-                    f"rank {old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call "
-                    "loader.close()"
-                )
+            before, self._spec, self._engines = self._spec, loader._spec(), loader._engines
+            _check_dealt(before.sampling.dealt, self._spec.sampling.dealt)
             self._position = loader._position
         self._is_new = False
         return self._engines.epoch(self._spec, self._position, persists=persists)
 
     def again(self, epoch: Epoch) -> Epoch | None:
         return self._engines.again(self._spec, self._position, epoch)
+
+
+def _check_dealt(old: tuple[int, int], new: tuple[int, int]) -> None:
+    """Raise RuntimeError if workers that stay host the readers of another rank."""
+    if old != new:
+        raise RuntimeError(
+            f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of rank "
+            f"{old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call loader.close()"
+        )
 
 
 class _Twin:

@@ -55,6 +55,6 @@ def log_metrics(
     They appear in ``trainer.state.log_history`` and in all of ``report_to``, every ``logging_steps``.
 
     Args:
-        prefix, names: As for :class:`MetricsCallback`, and so is the error.
+        prefix, names: See :class:`MetricsCallback`.
     """
     trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix, names))

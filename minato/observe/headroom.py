@@ -18,7 +18,10 @@ _WARM_UP = 2
 
 
 class Headroom:
-    """Batches for a training loop: first from a loader, then a few of them replayed; ValueError: too few ``steps``."""
+    """Batches for a training loop: first from a loader, then a few of them replayed.
+
+    ValueError: ``steps`` is less than 1.
+    """
 
     def __init__(self, batches: Callable[[], Iterable[object]], steps: int) -> None:
         if steps < 1:

@@ -152,7 +152,7 @@ class Observer:
         """``next()`` is called."""
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """``next()`` returns a batch."""
+        """``next()`` returns a batch; ``loader`` returns the state of the loader, and is to be called rarely."""
 
     def fail(self) -> None:
         """``next()`` raises; not the error of a batch, which it returns, nor the end of the epoch."""

@@ -277,7 +277,7 @@ class Progress(_Recorder):
     def returns(
         self, positions: list[int] | range, start: int, num_slow: int = 0
     ) -> Callable[[], None]:
-        """Note the batch that ``next()`` is about to return; a function that notes it as delivered, once.
+        """Note the batch that ``next()`` is about to return; returns a function that notes it as delivered, once.
 
         Args:
             positions: Of its samples, in the order in which batches were drawn; negative without a sample.

@@ -85,16 +85,8 @@ class Connections(Generic[T]):
         finally:
             if os.getpid() != owner:  # forked within the block: the parent alone uses it
                 _inherited.append(connection)
-            elif (
-                not works and self._shared
-            ):  # other threads may use it: it closes when it is collected
-                with self._lock:
-                    self._idle = [other for other in self._idle if other is not connection]
             elif not works:
-                with contextlib.suppress(
-                    Exception
-                ):  # it is broken, and the error of the block says so
-                    self._close_one(connection)
+                self._drop(connection)
             elif not self._shared:
                 with self._lock:
                     self._idle.append(connection)
@@ -111,6 +103,15 @@ class Connections(Generic[T]):
                 self._idle.append(self._open_one())
                 return self._idle[0]
         return self._open_one()
+
+    def _drop(self, connection: T) -> None:
+        if self._shared:
+            with self._lock:
+                # Other threads may use it: it closes when it is collected.
+                self._idle = [other for other in self._idle if other is not connection]
+            return
+        with contextlib.suppress(Exception):  # it is broken, and the error of the block says so
+            self._close_one(connection)
 
     def close(self) -> None:
         """Close the connections that are not in use."""

@@ -418,7 +418,10 @@ forget_in_children(_renew_lock)
 
 @contextmanager
 def announcing() -> Iterator[None]:
-    """Have worker info to oneself; RuntimeError: another thread keeps it: its first item waits, maybe for this."""
+    """Have worker info to oneself, as no other thread of this process changes it.
+
+    Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
+    """
     if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
         raise RuntimeError(
             f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
@@ -454,7 +457,12 @@ def seed_generators(seed: int, of_numpy: list[int]) -> None:
 
 
 class _Program(NamedTuple):
-    """The program before a reader became active, ``worker`` info, and whether the generators are the reader's."""
+    """What the program was before a reader became active in its process.
+
+    Attributes:
+        worker: What ``get_worker_info()`` returns meanwhile.
+        generators: States of the global generators; if ``is_left``, these are the reader's now.
+    """
 
     reader: int
     worker: Any

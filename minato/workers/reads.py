@@ -1,4 +1,7 @@
-"""Reads in flight: several samples, in threads or as coroutines, or batches; their limit, and second requests."""
+"""Reads in flight: several samples at once, in threads or as coroutines; several batches, by the dataset's library.
+
+Their limit is that of all workers; a read that takes long is hedged by a second request.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Running samples: their randomness, costs and slices in a trace.
 
-Stage by stage, the dataset and then each transform, with a clock in between, a slow one may be deferred and resumed.
+A sample may run stage by stage, the dataset and then each transform, with a clock in between. A worker may defer a slow
+sample between two transforms, and resume it later.
 """
 
 from __future__ import annotations

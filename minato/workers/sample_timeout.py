@@ -27,6 +27,7 @@ from minato.workers.shared_state import CurrentWork
 __all__ = ["RunningSamples", "SampleWatchdog", "StackFile"]
 
 _LOOKS = 4
+"""Checks of a sample within its limit."""
 _STACK_S = 1.0
 """How long a process may take to write its stack; a stopped process never does."""
 _WRITTEN_S = 0.2

@@ -1,4 +1,7 @@
-"""The shared segment: ledger with leases, meters, active workers, read limit, handover; what each worker runs."""
+"""The shared segment of the training process and its workers: ledger, meters, active workers, read limit, handover.
+
+The leases in the ledger say what each worker runs: a sample, or the collation of a batch.
+"""
 
 from __future__ import annotations
 

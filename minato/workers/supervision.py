@@ -330,7 +330,10 @@ class WorkerRecovery:
         return warning
 
     def progress(self) -> int:
-        """Samples that were run and batches that were delivered, as dead workers may not have counted their samples."""
+        """A number that grows with the samples that were run and the batches that were delivered.
+
+        A worker that is killed before it has counted its samples has still delivered them in batches.
+        """
         workers = range(self.context.plan.most_workers)
         samples = sum(self.ledger.activity(number).samples for number in workers)
         return self.wait_stats.delivered + samples
@@ -418,9 +421,7 @@ class RestartPolicy:
         # A machine may fail with all its workers, between samples.
         self._deaths[where] += not (lost and lost.infrastructure_fault and not sample)
         times, between = self._deaths[where], not (sample or collation)
-        # An exception before the first sample, which the next worker would raise, too.
-        unable = between and not progress and exit_code not in (None, UNREADABLE)
-        unable = lost.unable if lost else unable and cast(int, exit_code) > 0
+        unable = _is_unable(exit_code, has_begun=not between or progress > 0)
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {_moment(sample, collation, unable)}."
         if self._window is not None:
@@ -458,6 +459,13 @@ class RestartPolicy:
         return self._deaths[sample.position, None]
 
 
+def _is_unable(exit_code: int | WorkerLoss | None, *, has_begun: bool) -> bool:
+    """Whether an exception before the first sample has ended a worker: the next worker would raise it, too."""
+    if isinstance(exit_code, WorkerLoss):
+        return exit_code.unable
+    return not has_begun and exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
+
+
 def _moment(sample: CurrentSample | None, collation: Collation | None, unable: bool) -> str:
     if sample:
         return f"while it ran {name_of(sample.index)}"
@@ -484,7 +492,10 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
 
 
 class StartedProcesses:
-    """The processes of a pool that were started; ends them. The ``borrower`` keeps memory that they may read."""
+    """The processes of a pool that were started; ends them.
+
+    The ``borrower`` stands for them where memory that they may read is kept.
+    """
 
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
         self.borrower = Borrower()

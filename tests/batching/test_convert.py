@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import default_convert
+from torch.utils.data import _utils, default_convert
 
 from minato import DataLoader
 from minato.batching.collate import convert
@@ -112,3 +112,14 @@ def test_a_loader_without_batches_converts(workers: int) -> None:
     loader = DataLoader(samples, batch_size=None, num_workers=workers)
     for found, sample in zip(loader, samples, strict=True):
         assert_alike(found, default_convert(sample))
+
+
+def test_a_function_that_a_program_puts_in_its_place_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For what a container holds, as by torch's own; also by a loader that is there already."""
+    loader = DataLoader([[1, "x"], [2, "y"]], batch_size=None)
+    assert list(loader) == [[1, "x"], [2, "y"]]
+    monkeypatch.setattr(_utils.collate, "default_convert", lambda part: ("converted", part))
+    assert list(loader) == [default_convert([1, "x"]), default_convert([2, "y"])]
+    assert convert([1]) == [("converted", 1)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -591,6 +591,26 @@ class Endless(HashStore):  # type: ignore[misc]
     def add(self, key: str, amount: int) -> int:
         found = super().add(key, amount)
         return found + (1 << 30 if "/all/" in key else key.endswith("/over"))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("shortest", [False, True])
+def test_only_rank_0_asks_the_store_after_a_rank_has_told_its_end(
+    shortest: bool, leaves: bool
+) -> None:
+    """The process of rank 0 may end then, and the store with it; rank 0 clears what all have left."""
+    store, gone = HashStore(), cast(Any, None)
+    first, second = (rank_ends.Channel("epoch", rank, 2, shortest) for rank in range(2))
+    for channel in (first, second):
+        channel.promised, channel.ended = 3, True
+    second.has_left = leaves
+    before = store.num_keys()
+    assert not first.close(store)
+    assert second.close(store)
+    assert second.close(gone)
+    assert store.num_keys() > before
+    assert first.close(store)
+    assert store.num_keys() == before
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
