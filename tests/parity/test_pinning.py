@@ -226,7 +226,8 @@ class Images(Tensors):
 
 
 def wait_for_ready_batches(iterator: Any, count: int = 1) -> None:
-    wait_until(lambda: iterator._source._dispatcher.num_ready >= count)
+    """Wait until the next ``count`` batches are complete: not only later ones."""
+    wait_until(lambda: len(iterator._source._dispatcher.upcoming(count)) == count)
 
 
 @AS_TORCH_IS_NOW
