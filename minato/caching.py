@@ -27,7 +27,7 @@ from minato._fork_safety import held_off_forks, interrupted_calls, renew_in_chil
 from minato._support.counters import Counters
 from minato._support.files import check_private, gets_lock, open_regular, write_all
 from minato._support.pickling import ViewPickler
-from minato._support.text import message_of, printable
+from minato._support.values import message_of, printable
 from minato.errors import MinatoWarning, missing, warn
 
 __all__ = ["CacheReport", "DiskCache", "MemoryCache"]

@@ -13,8 +13,7 @@ from typing import NoReturn
 import torch
 
 from minato._compat import is_split_by_rank
-from minato._support.text import message_of, text_of, type_name
-from minato._support.values import integer_of, number_of, plain
+from minato._support.values import integer_of, message_of, number_of, plain, text_of, type_name
 from minato.errors import add_note, warn
 
 __all__ = [

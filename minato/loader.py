@@ -40,7 +40,7 @@ from minato._compat import (
 from minato._fork_safety import this_process
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato._support.objects import is_own_class
-from minato._support.text import text_of, type_name
+from minato._support.values import text_of, type_name
 from minato._system import environment
 from minato.checks import (
     check_platform,

@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from minato._support.counters import Counters
-from minato._support.text import message_of, short, text_of, type_name
-from minato._support.values import integer_of, number_of
+from minato._support.values import integer_of, message_of, number_of, short, text_of, type_name
 from minato._system import available_cores, rank_and_ranks
 from minato.checks import (
     check_choice,

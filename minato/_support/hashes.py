@@ -35,8 +35,7 @@ from minato._support.objects import (
     parts_of,
     vars_of,
 )
-from minato._support.text import message_of, printable, text_of, type_name
-from minato._support.values import integer_of, plain
+from minato._support.values import integer_of, message_of, plain, printable, text_of, type_name
 
 __all__ = ["fingerprint", "index_hash", "key_hash"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
-from minato._support.text import text_of
+from minato._support.values import text_of
 
 __all__ = [
     "Item",

@@ -47,7 +47,7 @@ from minato._compat import (
 from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.objects import failing_part
-from minato._support.text import message_of
+from minato._support.values import message_of
 from minato.errors import UNGUARDED, NotPicklableError, log, outside
 
 if TYPE_CHECKING:

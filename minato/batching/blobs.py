@@ -15,7 +15,7 @@ from minato._core.codes import ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
 from minato._core.limits import slot_overflow
 from minato._support.items import name_of
 from minato._support.pickling import Purpose
-from minato._support.text import message_of, type_name
+from minato._support.values import message_of, type_name
 from minato.batching.arena import Slot
 from minato.batching.serialization import Store, damaged
 from minato.errors import add_note, not_the_end, outside

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate, default_convert
 
 from minato._compat import collate_in_own_memory, collates_texts, converts_by_default
 from minato._support.items import short_name_of
-from minato._support.text import short, text_of, type_name
+from minato._support.values import short, text_of, type_name
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Layout, Rows
 

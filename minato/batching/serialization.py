@@ -16,7 +16,7 @@ from minato._core import Ledger
 from minato._core.segment import Segment
 from minato._support.items import Item
 from minato._support.pickling import Purpose, dumps
-from minato._support.text import text_of
+from minato._support.values import text_of
 
 __all__ = [
     "DamagedError",

@@ -27,7 +27,7 @@ from minato import _core, _system
 from minato._core import now_ns
 from minato._distribution import __version__, commit
 from minato._support.loader_class import TorchDataLoader
-from minato._support.text import message_of, printable
+from minato._support.values import message_of, printable
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader, torch_arguments
 from minato.observe.text import format_value

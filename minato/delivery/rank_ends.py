@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from minato._core import now_ns
 from minato._fork_safety import forget_in_children
-from minato._support.text import message_of
 from minato._support.threads import at_end, start_thread
+from minato._support.values import message_of
 from minato.delivery.device import Pin, Unpinned
 from minato.delivery.iterator import BatchSource, Layer
 from minato.errors import CLOSED

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, MapDataPipe
 
 from minato._support.hashes import fingerprint
 from minato._support.objects import attribute, length_of
-from minato._support.text import type_name
+from minato._support.values import type_name
 from minato.caching import Cache
 from minato.options import Options
 from minato.sampling.resume import is_stateful

@@ -15,8 +15,8 @@ from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
 from minato._support.hashes import fingerprint
 from minato._support.objects import length_of
-from minato._support.text import message_of
 from minato._support.threads import exiting
+from minato._support.values import message_of
 from minato.batching.arena import Arena
 from minato.batching.sample_spec import Handover
 from minato.engine.plan import Plan

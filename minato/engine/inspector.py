@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from minato._fork_safety import this_process
 from minato._support.objects import figures_of
-from minato._support.text import message_of, seconds, text_of, type_name
+from minato._support.values import message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History

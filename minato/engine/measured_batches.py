@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log1p
 from typing import Any, NamedTuple, Protocol
 
-from minato._support.text import text_of
-from minato._support.values import number_of
+from minato._support.values import number_of, text_of
 from minato.delivery.iterator import BatchSource, Layer
 from minato.errors import not_the_end
 from minato.observe.observers import EpochState, LoaderSnapshot, MetricsSource, Observers

@@ -34,7 +34,7 @@ def make_pool(
     if work.method == "thread":
         return ThreadPool(state, context)
     if work.method == "ray":
-        from minato.ray.pool import ActorPool
+        from minato.ray import ActorPool
 
         return ActorPool(state, context, recovery, plan.options.actor_options)
     if work.seeds_samples:

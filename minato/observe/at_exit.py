@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from minato._support.files import open_lines, write_atomically
-from minato._support.text import printable
 from minato._support.threads import at_end
+from minato._support.values import printable
 from minato._system import file_of_process, local_rank
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog

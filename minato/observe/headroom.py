@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from minato._core import now_ns
-from minato._support.text import digits, seconds
+from minato._support.values import digits, seconds
 
 __all__ = ["Headroom"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from minato._compat import active_progress_bars
 from minato._core import now_ns
 from minato._fork_safety import at_work, forget_in_children
-from minato._support.text import digits, message_of, printable, type_name
 from minato._support.threads import at_end, start_thread
+from minato._support.values import digits, message_of, printable, type_name
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog, EpochRecord, Totals
 from minato.observe.figures import Gpu

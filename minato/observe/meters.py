@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._core.segment import Memory
-from minato._support.text import text_of
-from minato._support.values import integer_of
+from minato._support.values import integer_of, text_of
 
 __all__ = [
     "EMPTY",

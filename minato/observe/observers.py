@@ -9,7 +9,7 @@ from operator import add, sub
 from typing import NamedTuple, Protocol
 
 from minato._core import Histogram
-from minato._support.text import message_of, type_name
+from minato._support.values import message_of, type_name
 from minato.errors import warn
 from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.meters import EMPTY, SlowSample

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from minato._support.text import digits, printable, seconds
+from minato._support.values import digits, printable, seconds
 
 __all__ = [
     "BEGINS",

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from minato._core import now_ns
 from minato._support.files import open_lines, open_regular, write_all
-from minato._support.text import text_of
-from minato._support.values import integer_of
+from minato._support.values import integer_of, text_of
 from minato._system import environment, file_of_process
 from minato.errors import warn
 from minato.observe.observers import LoaderSnapshot, Observer

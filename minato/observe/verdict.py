@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from minato._distribution import documentation
 from minato._support.objects import Search, attribute
-from minato._support.text import seconds
+from minato._support.values import seconds
 from minato.observe.figures import Period, Setup, Stage, Verdict
 
 __all__ = ["judge", "uses_pil"]

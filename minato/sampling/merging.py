@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from minato._support.text import type_name
+from minato._support.values import type_name
 from minato.sampling.dealing import Part, PlainState, Stage, check_owned, of_all_ranks, without_rank
 from minato.sampling.progress import Completed, merged_ranks, total
 from minato.sampling.resume import DIVIDING, check_family, check_parts

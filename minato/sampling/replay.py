@@ -19,7 +19,7 @@ from operator import index as as_integer
 from typing import Any, BinaryIO, NamedTuple, SupportsIndex
 
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
-from minato._support.text import text_of
+from minato._support.values import text_of
 
 __all__ = ["OrderRecord", "Origin", "RecordedOrder"]
 

@@ -29,8 +29,7 @@ from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.objects import attribute, is_exactly, length_of
-from minato._support.text import message_of
-from minato._support.values import integer_of, plain
+from minato._support.values import integer_of, message_of, plain
 from minato.sampling.cost_batches import CostBatchSampler, fill_steps
 from minato.sampling.dealing import (
     BATCHES,

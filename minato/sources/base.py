@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
-from minato._support.text import message_of, printable
-from minato._support.values import items_of, plain
+from minato._support.values import items_of, message_of, plain, printable
 from minato.errors import MinatoError
 from minato.sources.connections import Connections, Settings
 

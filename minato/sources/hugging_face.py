@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minato._support.text import message_of, type_name
+from minato._support.values import message_of, type_name
 from minato.errors import missing
 from minato.sources.base import Row, SourceError
 from minato.sources.connections import Settings

@@ -23,7 +23,7 @@ except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
 from minato._support.counters import shared_integers
-from minato._support.text import message_of
+from minato._support.values import message_of
 from minato.checks import check_shard
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place

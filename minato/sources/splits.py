@@ -15,8 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from minato._support.files import write_atomically
-from minato._support.text import text_of, type_name
-from minato._support.values import items_of, number_of, plain
+from minato._support.values import items_of, number_of, plain, text_of, type_name
 from minato.checks import check_whole
 
 __all__ = ["folds", "load_splits", "save_splits", "split"]

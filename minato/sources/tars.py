@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
-from minato._support.text import message_of
+from minato._support.values import message_of
 from minato.errors import missing
 from minato.sources.base import SourceError
 from minato.sources.connections import Place, Settings, shown_url

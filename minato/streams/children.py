@@ -26,7 +26,7 @@ from minato._support.items import (
     set_resumed,
 )
 from minato._support.objects import facts_of, figures_of
-from minato._support.text import text_of, type_name
+from minato._support.values import text_of, type_name
 from minato.errors import warn
 from minato.sampling.resume import is_stateful
 from minato.streams.shards import has_ended

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from minato._support.items import to_read_again
-from minato._support.text import text_of, type_name
+from minato._support.values import text_of, type_name
 from minato.checks import check_choice, check_number, check_whole, did_you_mean
 from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 

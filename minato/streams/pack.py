@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minato._support.items import to_read_again
-from minato._support.text import message_of, text_of, type_name
+from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_number, check_whole
 from minato.streams.children import Dataset, State, Stream, Window, check_stream
 

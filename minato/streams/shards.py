@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._support.items import resumed_states, set_skipping
-from minato._support.text import message_of, text_of, type_name
+from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
 from minato.errors import add_note, warn
 

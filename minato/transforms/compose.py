@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from minato._support.text import short, text_of, type_name
+from minato._support.values import short, text_of, type_name
 
 __all__ = ["CollateFn", "TransformingCollate", "Transforms"]
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._support.counters import Counters
 from minato._support.files import OwnDescriptor, anonymous_log, open_lines
-from minato._support.text import message_of, short, text_of, traceback_of, type_name
-from minato._support.values import plain
+from minato._support.values import message_of, plain, short, text_of, traceback_of, type_name
 from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, warn
 
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these

@@ -43,7 +43,7 @@ from minato._support.items import (
     set_skipping,
 )
 from minato._support.objects import attribute
-from minato._support.text import message_of, type_name
+from minato._support.values import message_of, type_name
 from minato.batching.blobs import Kinds
 from minato.errors import WorkerDiedError, log
 from minato.sampling.readers import ReaderBoard, ReaderState

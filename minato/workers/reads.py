@@ -23,8 +23,8 @@ from typing import Any
 from minato._core import Histogram, now_ns
 from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
-from minato._support.text import text_of
 from minato._support.threads import living, start_thread
+from minato._support.values import text_of
 from minato.options import FetchOptions
 from minato.transforms.rng import SampleRandomness
 from minato.workers.shared_state import SharedReadLimit

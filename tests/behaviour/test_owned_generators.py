@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 import minato
 from minato import DataLoader
-from minato.ray.actor import ActorSpec, SampleServer, unpack
+from minato.ray import ActorSpec, SampleServer, unpack
 from minato.sampling.epoch import Seeds
 from minato.transforms.compose import Transforms
 from tests.behaviour.states import begun, resumed

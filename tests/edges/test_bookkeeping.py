@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._support.hashes import fingerprint, index_hash
 from minato._support.pickling import check_picklable
-from minato._support.text import short, text_of, traceback_of
+from minato._support.values import short, text_of, traceback_of
 from minato.errors import MinatoWarning, NotPicklableError
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer

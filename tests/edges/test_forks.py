@@ -602,7 +602,7 @@ UNUSED = {
     "_fork_safety": "held or renewed around each fork",
     "delivery.iterator": "renewed when a child goes on with the iterator",
     "observe.live": "forgotten in children",
-    "ray.pool": "a child does not have the threads",
+    "ray": "a child does not have the threads",
     "shared_pool.channel": "a child is no rank: refused, or nothing is sent",
     "shared_pool.client": "a child is no rank: refused",
     "shared_pool.ranks": "a child is no rank: refused",

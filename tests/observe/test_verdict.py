@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader, Readers
-from minato._support.text import digits, seconds
+from minato._support.values import digits, seconds
 from minato.observe.figures import (
     Errors,
     Machine,

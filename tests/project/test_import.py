@@ -76,7 +76,7 @@ MOST_MODULES, MOST_MODULES_IN_WORKERS = 60, 112
 ON_DEMAND = {
     *(f"minato.observe.{name}" for name in ("report", "live", "metrics", "gpus")),
     *(f"minato.shared_pool.{name}" for name in ("session", "server", "channel")),
-    *("minato.consumers", "minato.workers.autoscale", "minato.ray.pool", "minato.ray.actor"),
+    *("minato.consumers", "minato.workers.autoscale", "minato.ray"),
     *("minato.caching", "minato.engine.caching", "minato.sources", "minato.cli.main"),
     *("minato.patching", "minato.integrations.trainers", "accelerate", "ray"),
     *("http.server", "html", "sqlite3", "rich", "lightning"),

@@ -133,7 +133,7 @@ def test_cython_imports_only_the_core() -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    leaves = {"cli", "integrations", "ray", "shared_pool", "sources", "streams"}
+    leaves = {"cli", "integrations", "shared_pool", "sources", "streams"}
     assert folders == {*STAGES, *leaves, "_core", "_support", "engine", "observe"}
     assert {path.stem for path in PACKAGE.glob("observe/*.py")} > RECORDED
 

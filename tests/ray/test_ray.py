@@ -25,7 +25,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
-from minato.ray.actor import _pack, _pack_error, unpack
+from minato.ray import _pack, _pack_error, unpack
 from minato.workers.shared_state import CurrentSample
 from minato.workers.supervision import RestartPolicy, WorkerLoss
 from tests.datasets import Numbers, add_draws, three_draws, wait_until

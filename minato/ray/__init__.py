@@ -1,1 +1,0 @@
-"""Workers as actors in a Ray cluster (extra ``ray``)."""
