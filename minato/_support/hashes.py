@@ -14,6 +14,7 @@ import pickle
 import random
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from itertools import chain
@@ -389,12 +390,19 @@ def _source(
     The global variables of a function may know how to load the text. The file is read once for each module, class or
     code: an editor may change it while this program runs the former code. None if the text cannot be found.
     """
-    if id(defined) not in _sources:
-        _sources[id(defined)] = _read(file, module, variables), defined
-    return _sources[id(defined)][0]
+    known = _sources.get(id(defined))
+    if known is None or known[1]() is not defined:
+        # Not the class itself: one that is made in a function may hold a whole dataset.
+        known = _read(file, module, variables), weakref.ref(defined, _forget(id(defined)))
+        _sources[id(defined)] = known
+    return known[0]
 
 
-_sources: dict[int, tuple[bytes | None, object]] = {}
+_sources: dict[int, tuple[bytes | None, weakref.ref[object]]] = {}
+
+
+def _forget(key: int) -> Callable[[object], object]:
+    return lambda _: _sources.pop(key, None)
 
 
 def _read(file: str, module: str, variables: dict[str, object] | None) -> bytes | None:

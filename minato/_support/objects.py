@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import repeat
 from operator import is_, itemgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -45,12 +45,10 @@ __all__ = [
     "nbytes_of",
     "parts_of",
     "path_of",
-    "remember",
     "takes_lists",
     "vars_of",
 ]
 
-T = TypeVar("T")
 
 mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 """The base classes of a class, without its metaclass."""
@@ -200,26 +198,6 @@ class Kind:
         return any(name in vars_of(one) for one in mro_of(self.kind))
 
 
-_MOST_KINDS = 512
-_kinds: dict[int, Kind] = {}
-
-
-def _kind_of(kind: type) -> Kind:
-    found = _kinds.get(id(kind))
-    if found is None:
-        found = Kind(kind)
-        remember(_kinds, id(kind), found, _MOST_KINDS)
-    return found
-
-
-def remember(known: dict[int, T], key: int, value: T, most: int) -> None:
-    """Keep a value, and of those before it the latest, ``most`` in all."""
-    with suppress(RuntimeError, StopIteration):  # another thread keeps one, too
-        while len(known) >= most:
-            known.pop(next(iter(known)), None)
-    known[key] = value
-
-
 @functools.cache
 def _ids_of(opaque: tuple[type, ...]) -> frozenset[int]:
     return frozenset(id(each) for each in (*opaque, bool, type(None)))
@@ -341,8 +319,10 @@ class Search:
             functions and the like.
         of_class: Further nodes of a class that is seen for the first time.
         samples: Look at a sample of objects that are alike; otherwise at all objects.
+        known: The ``kinds`` of an earlier search.
 
     Attributes:
+        kinds: The kinds of all objects that it has met, by the id of their class.
         opened: The nodes that were looked into, in this order.
     """
 
@@ -356,6 +336,7 @@ class Search:
         of_function: Callable[[types.FunctionType], Iterable[Node]] = lambda function: (),
         opaque: tuple[type, ...] = (),
         samples: bool = True,
+        known: Mapping[int, Kind] | None = None,
     ) -> None:
         self._finds, self._wants, self._opens = finds, wants, opens
         self._of_class, self._of_function, self._opaque = of_class, of_function, opaque
@@ -363,7 +344,8 @@ class Search:
         self._most_items = _MOST_ITEMS if samples else sys.maxsize
         self._most_looks = _MOST_LOOKS if samples else sys.maxsize
         self._plain = set(_ids_of(opaque))
-        self._kinds: dict[int, Kind] = {}
+        self.kinds: dict[int, Kind] = {}
+        self._known = known or {}
         self._wanted: set[int] = set()  # ids of kinds
         self._seen: dict[int, Any] = {}  # an id is unique as long as its object lives
         self._classes: dict[int, type] = {}
@@ -397,9 +379,9 @@ class Search:
         key = id(type(thing))
         if key in self._plain:
             return None
-        kind = self._kinds.get(key)
+        kind = self.kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _kind_of(type(thing))
+            kind = self.kinds[key] = self._known.get(key) or Kind(type(thing))
             if issubclass(kind.kind, self._opaque):
                 self._plain.add(key)
                 return None
@@ -458,7 +440,7 @@ class Search:
             return
         self._seen[id(thing)] = thing
         self.opened.append(node)
-        kind = self._kinds[id(type(thing))]
+        kind = self.kinds[id(type(thing))]
         if issubclass(kind.kind, type):
             self._look_at_class(thing)
             return
@@ -507,7 +489,7 @@ class Search:
         get: Callable[[str], object] | None = None,
         name: str = "",
     ) -> Node:
-        kind, holder_kind = self._kind(value), self._kinds[id(type(holder.thing))]
+        kind, holder_kind = self._kind(value), self.kinds[id(type(holder.thing))]
         kind_id = id(type(value))
         place: Any = holder.place
         if holder_kind.container is None:
@@ -572,7 +554,7 @@ class Glance:
         function_holds_nothing: Callable[[types.FunctionType], bool],
         closures: list[types.FunctionType],
     ) -> None:
-        self._kinds, self._plain, self._wanted = search._kinds, search._plain, search._wanted
+        self._kinds, self._plain, self._wanted = search.kinds, search._plain, search._wanted
         self._known_classes, self._classes = search._classes, list(classes)
         self._function_holds_nothing, self._closures = function_holds_nothing, closures
 

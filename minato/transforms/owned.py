@@ -31,7 +31,6 @@ from minato._support.objects import (
     name_of,
     parts_of,
     path_of,
-    remember,
     vars_of,
 )
 from minato.transforms.rng_memory import MemoryGenerator, own_generator
@@ -64,6 +63,10 @@ class OwnedGenerators:
         self._held: list[Any] = []
         self._glance: Glance | None = None
         self._num_missed = 0  # by the glance
+        # What the last search knew of classes, which mostly stay as they are. Not for all objects of this process: a
+        # class that is made in a function may hold a whole dataset.
+        self._kinds: dict[int, Kind] = {}
+        self._classes: dict[int, _KnownClass] = {}
         self.look()
 
     @property
@@ -82,15 +85,27 @@ class OwnedGenerators:
             return False
         before = self.identities
         self.others = []
-        search = _new_search()
+        classes: dict[int, _KnownClass] = {}
+        search = self._new_search(classes)
         self._take(_found_by(search, self._roots))
+        self._kinds, self._classes = search.kinds, classes
         if self._found or self.others:
             self._glance = None
             return before != self.identities
         self._num_missed += self._glance is not None
         # It does not see all objects, or there are other kinds each time: then it only takes time.
-        self._glance = None if self._num_missed > _MOST_MISSED else _glance_after(search)
+        self._glance = None if self._num_missed > _MOST_MISSED else _glance_after(search, classes)
         return bool(before)
+
+    def _new_search(self, classes: dict[int, _KnownClass]) -> Search:
+        """A search that enters in ``classes`` what it knows of classes."""
+        return Search(
+            _is_generator,
+            of_class=functools.partial(_parts_of_class, self._classes, classes),
+            of_function=lambda function: _global_variables(function.__code__, function.__globals__),
+            opaque=_OPAQUE,
+            known=self._kinds,
+        )
 
     def moved(self) -> bool:
         """Return whether an attribute that held a generator holds another object now."""
@@ -130,25 +145,16 @@ def _stream(path: str) -> int:
     return int.from_bytes(digest, "little") + 16  # after the streams of the global generators
 
 
-def _new_search() -> Search:
-    return Search(
-        _is_generator,
-        of_class=_parts_of_class,
-        of_function=lambda function: _global_variables(function.__code__, function.__globals__),
-        opaque=_OPAQUE,
-    )
-
-
 def _found_by(search: Search, roots: Mapping[str, object]) -> list[Node]:
     found = search.run(roots, seen=(python_state(), numpy_state(), torch.default_generator))
     # No seed repeats a SystemRandom.
     return [node for node in found if not issubclass(type(node.thing), random.SystemRandom)]
 
 
-def _glance_after(search: Search) -> Glance | None:
+def _glance_after(search: Search, classes: dict[int, _KnownClass]) -> Glance | None:
     """What tells soon that there is still nothing to find, after a search that found nothing; None: nothing does."""
     own = [kind for kind in search.classes if not _is_of_library(kind)]
-    known = [each for kind in own if (each := _known.get(id(kind))) is not None]
+    known = [each for kind in own if (each := classes.get(id(kind))) is not None]
     if len(known) < len(own):
         return None
     named: dict[int, tuple[types.CodeType, _Names]] = {}  # the code, so that its id stands for it
@@ -230,24 +236,23 @@ def _holds_code(value: object) -> bool:
     return type(value) is types.FunctionType or any(True for _ in parts_of(value))
 
 
-_MOST_KNOWN = 256
-_known: dict[int, _KnownClass] = {}
-"""By the id of the class: datasets are searched again in each epoch, and most of their classes stay as they are."""
-
-
 def _is_of_library(kind: type) -> bool:
     return module_of(kind).partition(".")[0] in _LIBRARIES
 
 
-def _parts_of_class(kind: type) -> Iterable[Node]:
+def _parts_of_class(
+    before: Mapping[int, _KnownClass], now: dict[int, _KnownClass], kind: type
+) -> Iterable[Node]:
+    """Further nodes of a class. What is known of it now is entered in ``now``; ``before`` is of an earlier search."""
     if _is_of_library(kind):
         return ()
-    known = _known.get(id(kind))
+    known = before.get(id(kind))
     if known is not None and known.holds():
+        now[id(kind)] = known
         return known.closures
     nodes = list(_searched(kind))
     if all(type(node.thing) is types.FunctionType for node in nodes):
-        remember(_known, id(kind), _KnownClass(kind, nodes), _MOST_KNOWN)
+        now[id(kind)] = _KnownClass(kind, nodes)
     return nodes
 
 

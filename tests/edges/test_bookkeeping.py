@@ -554,19 +554,19 @@ def test_datasets_of_any_name(tmp_path: Path) -> None:
 METHODS = ("begin", "started", "enter", "leave", "finish")
 
 
-RAISED: dict[str, Exception] = {
-    "value": ValueError("x"),
-    "text": StrRaises(),
-    "disk": OSError(28, "full"),
-    "memory": MemoryError(),
+RAISED: dict[str, Callable[[], Exception]] = {
+    "value": lambda: ValueError("x"),
+    "text": StrRaises,
+    "disk": lambda: OSError(28, "full"),
+    "memory": MemoryError,
 }
 
 
 @sweep(workers=list(WORKERS), method=METHODS, error=RAISED)
 def test_an_observer_that_raises_is_switched_off(
-    method: str, workers: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+    method: str, workers: str, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = Mock(side_effect=error)
+    broken = Mock(side_effect=error())
     monkeypatch.setattr(EpochLog, method, broken)
     loader = DataLoader(Numbers(SIZE), BATCH, **WORKERS[workers])
     with pytest.warns(MinatoWarning, match="EpochLog of this loader is switched off") as told:

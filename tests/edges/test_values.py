@@ -430,7 +430,7 @@ class Long(Numbers):
 
     def __len__(self) -> Any:
         if isinstance(self.size, Exception):
-            raise self.size
+            raise type(self.size)(*self.size.args)  # a new one: its traceback keeps the loader
         return self.size
 
 

@@ -299,17 +299,21 @@ class Broken(DistributedSampler[int]):
             yield index
 
 
+def engines() -> list[object]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is Engine]
+
+
 @pytest.mark.parametrize("at", [0, 11])
 def test_a_sampler_that_raises_is_an_error_for_all(at: int) -> None:
     def program(rank: int, together: Any) -> Any:
+        earlier = len(engines())
         loader = pooled(Numbers(24), sampler=Broken(rank, at))
         if rank == 0:  # the other one waits for it
             time.sleep(0.2)
         with pytest.raises(RuntimeError if rank else LookupError, match="broken"):
             list(loader)
-        wait_until(
-            lambda: gc.collect() < 0 or not any(isinstance(o, Engine) for o in gc.get_objects())
-        )
+        wait_until(lambda: len(engines()) == earlier)
         together.wait()
         return indices(loader)
 
