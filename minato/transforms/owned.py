@@ -139,7 +139,7 @@ def _described(node: Node) -> str:
     return f"{path_of(node)} ({kind.__module__}.{kind.__qualname__}{where})"
 
 
-@functools.cache
+@functools.lru_cache(1000)
 def _stream(path: str) -> int:
     digest = hashlib.blake2b(path.encode("utf-8", "surrogatepass"), digest_size=7).digest()
     return int.from_bytes(digest, "little") + 16  # after the streams of the global generators
