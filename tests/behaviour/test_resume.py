@@ -341,6 +341,44 @@ def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -
                 assert (got, following) == (expected[epoch], expected[epoch + 1])
 
 
+class Shuffling(InOrder):
+    """Each pass is a shuffle of its own generator, whose state it keeps."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size)
+        self._rng = random.Random(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._rng.sample(range(self.size), self.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self._rng.getstate()
+        return {"rng": [version, list(words), gauss]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["rng"]
+        self._rng.setstate((version, tuple(words), gauss))
+
+
+@pytest.mark.parametrize("batches", [0, 3, 8])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_of_another_seed_goes_on_with_the_state_of_the_first(
+    num_workers: int, batches: int
+) -> None:
+    def loader(seed: int) -> Any:
+        sampler = Shuffling(30, seed)
+        return DataLoader(Numbers(30), 4, sampler=sampler, num_workers=num_workers)
+
+    whole = loader(seed=1)
+    expected = [plain(whole) for _ in range(3)]
+    first = loader(seed=1)
+    assert plain(first) == expected[0]
+    got, state = begun(first, batches)
+    second = resumed(state, loader(seed=2))
+    assert got + plain(second) == expected[1]
+    assert plain(second) == expected[2]
+
+
 def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:
     torch.manual_seed(5)
     first = make(shuffle=True)
