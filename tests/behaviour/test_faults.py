@@ -85,7 +85,8 @@ def test_a_thread_that_iterates_at_the_end_starts_no_workers(method: str) -> Non
 
 def test_a_stopped_worker_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.workers.supervision._GRACE_S", 3600.0)
-    iterator: Any = iter(DataLoader(range(64), 4, num_workers=2))
+    # So many that no worker has ended with the epoch before it is stopped.
+    iterator: Any = iter(DataLoader(range(1_000_000), 4, num_workers=2))
     iterator._source._pool.grow(2)
     next(iterator)
     pid = iterator._source._pool.processes[1].pid
