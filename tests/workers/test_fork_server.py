@@ -32,8 +32,8 @@ class Processes(Dataset[Any]):
         return index, os.getpid(), os.getppid()
 
 
-def loader_of(batch_size: int) -> DataLoader[Any]:
-    workers: Any = {"num_workers": 2, "multiprocessing_context": "forkserver"}
+def loader_of(batch_size: int, **more: Any) -> DataLoader[Any]:
+    workers: Any = {"num_workers": 2, "multiprocessing_context": "forkserver", **more}
     return DataLoader(Processes(), batch_size, **workers)
 
 
@@ -149,7 +149,8 @@ def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_replaced_from_the_server() -> None:
-    iterator: Any = iter(loader_of(1))
+    # Neither has ended with the epoch by then.
+    iterator: Any = iter(loader_of(1, prefetch_factor=2))
     pids = [int(next(iterator)[1]) for _ in range(3)]
     os.kill(pids[-1], signal.SIGKILL)
     # The other one might complete the epoch before anybody knows.
