@@ -59,13 +59,12 @@ $(BUILT): $(ENVIRONMENT) $(CORE)
 	@$(PY) -m compileall -qq minato  # as pip does when it installs a wheel
 	@touch $@
 
-# A process that has imported large libraries forks slowly, and most tests fork.
+# A process that has imported large libraries forks slowly, and most tests fork: these are run in a process of their own.
 LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/behaviour/test_latency.py tests/demo \
     tests/bench/test_commands.py tests/bench/test_workloads.py
 
-# Ray changes the process that it runs in: signal handlers, threads. Its tests run beside the others: they wait for actors.
+# Ray changes the process that it runs in: signal handlers, threads.
 RAY := tests/ray
-RAY_OUT := build/ray.txt
 
 # Tests start hundreds of interpreters: each would compile again what it imports, if bytecode were not kept.
 test test-slow test-pure: export PYTHONDONTWRITEBYTECODE :=
@@ -75,15 +74,17 @@ PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 
 QUICK := "not slow and not stress"
 
+# The two processes beside the others often wait: for actors, for servers. What they print comes at the end.
 define run_tests
-	@mkdir -p $(dir $(RAY_OUT))
-	@$(1) $(PY) -m pytest -m $(QUICK) $(RAY) > $(RAY_OUT) 2>&1 & ray=$$!; status=0; set -x; \
-	$(1) $(PYTEST) -m $(QUICK) $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY) \
-	    && $(1) $(PYTEST) -m $(QUICK) --dist loadgroup $(LARGE_IMPORTS) || status=$$?; \
-	wait $$ray || { status=$$?; cat $(RAY_OUT); }; tail -n 1 $(RAY_OUT); exit $$status
+	@mkdir -p build; set -x; \
+	$(1) $(PY) -m pytest -m $(QUICK) $(RAY) > build/ray.txt 2>&1 & ray=$$!; \
+	$(1) $(PY) -m pytest -m $(QUICK) $(LARGE_IMPORTS) > build/large.txt 2>&1 & large=$$!; status=0; \
+	$(1) $(PYTEST) -m $(QUICK) $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY) || status=$$?; \
+	wait $$ray || { status=$$?; cat build/ray.txt; }; tail -n 1 build/ray.txt; \
+	wait $$large || { status=$$?; cat build/large.txt; }; tail -n 1 build/large.txt; exit $$status
 endef
 
-test: build  ## run the tests but the slow and the random ones (JOBS=3: in three processes, since many wait)
+test: build  ## run the tests but the slow and the random ones (JOBS=3: most of them in three processes, since many wait)
 	$(call run_tests)
 
 test-slow: build  ## the tests that take more than five seconds (SHORT=1: one case of each)

@@ -90,8 +90,6 @@ def pytest_collection_modifyitems(
         # Spawned workers and fork servers import torch. Tests without this parameter cover them in `make test`.
         if {"spawn", "forkserver"} & set(_parameters(item)):
             item.add_marker("slow")
-        if "sources" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("servers"))  # one process starts them
         if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3 * stress_s + 240))
     if config.getoption("--no-extensions"):
