@@ -43,6 +43,8 @@ __all__ = [
 
 _AGAIN = 0x616761696E
 """Separates the words of later occurrences from those of indices."""
+_INSTEAD = 1 << 32
+"""Added to an occurrence, which is less, for what is drawn in place of the sample."""
 
 
 class Binding(NamedTuple):
@@ -235,6 +237,12 @@ class SampleRandomness:
     ) -> AbstractContextManager[None]:
         """Start a sample, as ``bind`` does, for a ``with`` block; ``restores``: as ``saved`` after it."""
         return _Bound(self, (epoch, key, occurrence), restores)
+
+    def instead(
+        self, epoch: int, key: object, occurrence: int, *, restores: bool
+    ) -> AbstractContextManager[None]:
+        """As ``bound``, for what makes another sample in place of this one: it draws other numbers."""
+        return _Bound(self, (epoch, key, occurrence + _INSTEAD), restores)
 
     def kept(self) -> Callable[[], None]:
         """Return a function that restores the generators and the binding as they are now, in this thread."""

@@ -285,7 +285,8 @@ class SampleRetry:
 
     def _outcome(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
         try:
-            return self.policy.settle(failure)
+            with self.runner.instead_of(failure.epoch, failure.index, failure.occurrence):
+                return self.policy.settle(failure)
         except BaseException as raised:  # by on_error; settle handles an Exception itself
             return None, raised
 

@@ -453,6 +453,14 @@ class Runner:
         # An index and its occurrence belong to one batch of an epoch. Negative: the sample itself draws others.
         return randomness.bound(epoch, index, ~occurrence, restores=self._in_main_process)
 
+    def instead_of(
+        self, epoch: int, index: object, occurrence: int
+    ) -> AbstractContextManager[None]:
+        """Bind randomness, inside the ``with`` block, to what takes the place of a sample that has failed."""
+        if self.randomness is None:
+            return nullcontext()
+        return self.randomness.instead(epoch, index, occurrence, restores=self._in_main_process)
+
     def transformed(self, read: Read, transform: Fetch) -> Any:
         """The sample of a read that has finished in another thread, without stages by ``transform``; or its error."""
         if read.error is not None:

@@ -341,12 +341,11 @@ class WorkerRecovery:
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
         """Treat a sample as its worker does if the sample raises ``error``."""
         context = self.context
-        assert context.policy is not None
         of_sample = sample.index, sample.epoch, sample.seed
         failure = SampleFailure(
             *of_sample, number, attempts, error, sample.transform, sample.occurrence
         )
-        result, raised = context.policy.settle(failure)
+        result, raised = context.given_up(failure)
         end = self.ledger.worker(number)
         writer = BatchWriter(end, context.store, context.plan.pipeline.collate())
         results = [result] if raised is None else []

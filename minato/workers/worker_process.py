@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from minato.errors import add_note, not_the_end
 from minato.observe.meters import Meters
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.error_policy import FailureHandler, SampleRetry
+from minato.workers.error_policy import FailureHandler, SampleFailure, SampleRetry
 from minato.workers.fetch import Fetcher, fetcher_of
 from minato.workers.hosting import HostWorker
 from minato.workers.plan import WorkerPlan
@@ -91,6 +92,19 @@ class WorkerContext:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": self.sent or self.plan, "sent": None}
+
+    def given_up(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
+        """What becomes of a sample whose worker has ended: the training process settles it, bound as there."""
+        plan, policy = self.plan, self.policy
+        assert policy is not None
+        if not plan.seeds_samples:
+            return policy.settle(failure)
+        in_main = threading.current_thread() is threading.main_thread()
+        owned = OwnedGenerators(plan.generator_roots(plan.fetching.at_once))
+        randomness = SampleRandomness(failure.seed, bind_globals=in_main, owned=owned)
+        place = failure.epoch, failure.index, failure.occurrence
+        with randomness.instead(*place, restores=True):
+            return policy.settle(failure)
 
     def worker(
         self,

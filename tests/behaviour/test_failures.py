@@ -582,6 +582,52 @@ def test_a_worker_whose_state_would_be_lost_is_not_ended() -> None:
         iter(loader)
 
 
+def drawn(failure: SampleFailure) -> Any:
+    numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    return failure.index + 1000, torch.tensor(numbers)
+
+
+class Still(Flawed):
+    """Samples that draw nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"sample {index} is torn")
+        return index, torch.zeros(3)
+
+
+class StillStuck(Still):
+    """Sample 5 takes a minute."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+def substitutes(dataset: Any, errors: Any = drawn, **options: Any) -> dict[int, Any]:
+    """What the substitutes of an epoch have drawn, by index; the program's generators stay as they are."""
+    random.seed(3)
+    before = random.getstate()
+    batches = list(DataLoader(dataset, 8, seed=5, errors=errors, **options))
+    assert random.getstate() == before
+    samples = flat([list(zip(*map(torch.Tensor.tolist, each), strict=True)) for each in batches])
+    return {index - 1000: numbers for index, numbers in samples if index >= 1000}
+
+
+def test_what_a_substitute_draws_follows_from_the_sample() -> None:
+    dataset = Still(set(range(5, 400, 7)), 400)
+    expected = substitutes(dataset)
+    assert expected.keys() == dataset.bad
+    assert len(set(map(tuple, expected.values()))) == len(dataset.bad)
+    for order in ORDERS:
+        assert substitutes(dataset, num_workers=3, order=order) == expected
+    # Where a worker was ended, the training process calls the function.
+    policy = ErrorPolicy(on_error=drawn, sample_timeout=2)
+    stuck = substitutes(StillStuck(set()), policy, num_workers=2)
+    assert stuck[5] == expected[5]
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_stuck_samples_of_other_start_methods(method: str) -> None:
     options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
