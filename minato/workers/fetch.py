@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -62,27 +62,13 @@ class Fetcher:
         assert self._run is not None
         return self._run(self._dataset[index])
 
-    def each(self, indices: list[object]) -> Callable[[Any], Any]:
-        """A function that returns these samples one by one; with ``__getitems__`` its first call loads all."""
-        if not self.takes_lists:
-            return self.one
-        samples: Iterator[Any] | None = None
-
-        def deal(_: object) -> Any:
-            nonlocal samples
-            if samples is None:
-                samples = iter(one_each(self.many(indices), len(indices)))
-            return next(samples)
-
-        return deal
-
     def rows(self, indices: list[object]) -> Rows | None:
         """The rows that are these samples, where ``has_rows``; None if they must be loaded one by one."""
         return rows_of(self._dataset, indices)
 
     def single(self, index: object) -> Any:
         """The sample of one index, by a call of its own."""
-        return self.each([index])(index)
+        return one_each(self.many([index]), 1)[0] if self.takes_lists else self.one(index)
 
     def many(self, indices: object) -> Any:
         """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""

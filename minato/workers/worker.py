@@ -259,10 +259,10 @@ class Worker:
         return True
 
     def _run(self, position: int, epoch: int, indices: list[object]) -> Ran:
-        """Run samples until one raises; returns them, a DeferredSample in place of a deferred one, and the error."""
+        """Run samples one by one until one raises; a DeferredSample stands for one that was deferred."""
         fetcher, runner = self.fetcher, self.runner
         if fetcher.takes_lists:
-            return runner.run(position, epoch, indices, fetcher.each(indices))
+            return runner.run(position, epoch, indices, fetcher.single)
         slow_ns = 0 if self._deferral is None else self.ledger.slow_ns
         plain = fetcher.now(len(indices))
         samples, error = runner.run_steps(position, epoch, indices, plain, slow_ns)
@@ -270,12 +270,6 @@ class Worker:
         if is_expensive or 0 < self.ledger.slow_ns < runner.longest_ns:
             self.ledger.note_costs(position, runner.durations, len(samples))
         return samples, error
-
-    def _run_singly(self, position: int, epoch: int, indices: list[object]) -> Ran:
-        """``_run``, but with one call of the dataset for each sample."""
-        if self.fetcher.takes_lists:
-            return self.runner.run(position, epoch, indices, self.fetcher.single)
-        return self._run(position, epoch, indices)
 
     def deliver_free(
         self,
@@ -340,14 +334,11 @@ class Worker:
         samples, error = self._run(position, epoch, indices)
         if error is None or self.sample_retry is None:
             return samples, error
-        if self.fetcher.takes_lists:
-            # One call for all of them failed: single calls find the sample that raises.
-            samples, error = self._run_singly(position, epoch, indices)
         run = functools.partial(self._run_rest, epoch)
         return self.sample_retry.complete(position, epoch, indices, samples, error, run)
 
     def _run_rest(self, epoch: int, position: int, rest: list[object]) -> Ran:
-        return self._run_singly(position, epoch, rest)
+        return self._run(position, epoch, rest)
 
     def _run_rows(self, position: int, epoch: int, indices: list[object]) -> int:
         """Copy samples that are rows into places; returns how many, and the others must be loaded one by one."""
@@ -370,6 +361,7 @@ class Worker:
         # What another container than a list says of its indices would be missing in calls for single ones.
         divisible = type(indices) in LISTS and len(indices) > 0
         if error is not None and self.sample_retry is not None and divisible:
+            # Single calls find the sample that raises.
             single = list(indices)
             samples, error = self.run_retrying(first, epoch, single)
             self.writer.deliver(batch, 0, single, samples, error, whole=True)
@@ -393,9 +385,6 @@ class Worker:
     def run_free(self, position: int, epoch: int, indices: list[object]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
         samples, error = self._run(position, epoch, indices)
-        if error is not None and self.fetcher.takes_lists and len(indices) > 1:
-            # One call for all of them failed: single calls find the sample that raises.
-            samples, error = self._run_singly(position, epoch, indices)
         while True:
             done, costs_ns = len(samples), self.runner.durations
             self.deliver_free(position, indices, samples, costs_ns)
@@ -405,7 +394,7 @@ class Worker:
             indices, position = indices[done:], position + done
             if not indices:
                 return
-            samples, error = self._run_singly(position, epoch, indices)
+            samples, error = self._run(position, epoch, indices)
 
     def _write_failed(
         self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int

@@ -70,6 +70,16 @@ class FlawedLists(Flawed):
         return [self[index] for index in indices]
 
 
+class ChanceLists(Numbers):
+    """A call for a batch fails by chance, and names its indices."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        drawn = [random.random() for _ in indices]
+        if min(drawn) < 0.2:
+            raise ValueError("a sample is torn")
+        return [(index, len(indices), number) for index, number in zip(indices, drawn, strict=True)]
+
+
 def as_list(samples: list[Any]) -> list[int]:
     return [index for index, _ in samples]
 
@@ -580,6 +590,18 @@ def test_a_worker_whose_state_would_be_lost_is_not_ended() -> None:
     loader = DataLoader(Counting(), 4, num_workers=2, errors=ErrorPolicy(sample_timeout=1))
     with pytest.raises(ValueError, match="sample_timeout=1 .* state_dict.* use torch's timeout="):
         iter(loader)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_a_failed_call_for_a_batch_leads_to_is_the_same_with_workers(order: str) -> None:
+    def found(**options: Any) -> list[Any]:
+        loader = DataLoader(ChanceLists(40), 4, seed=5, errors="skip", **options)
+        samples = [zip(*map(torch.Tensor.tolist, batch), strict=True) for batch in loader]
+        return sorted(flat(samples))
+
+    expected = found()
+    assert {size for _, size, _ in expected} == {1, 4}
+    assert found(num_workers=2, order=order) == expected
 
 
 def drawn(failure: SampleFailure) -> Any:
