@@ -79,6 +79,15 @@ class Taken(NamedTuple):
 
 def digest_of(item: object) -> bytes:
     """A few bytes that differ for most different items, in any process; of large ones, of their beginning."""
+    try:
+        return _content_of(item)
+    except (
+        Exception
+    ):  # nested and quantized tensors, and some classes of the user, do not show what they hold
+        return type(item).__qualname__.encode()
+
+
+def _content_of(item: object) -> bytes:
     if isinstance(item, torch.Tensor):
         if item.device.type != "cpu" or item.layout != torch.strided:
             return str(item.shape).encode()
@@ -89,9 +98,9 @@ def digest_of(item: object) -> bytes:
     if isinstance(item, (str, bytes)):
         return pickle.dumps(item[:_MOST_DIGESTED])
     if isinstance(item, Mapping):
-        return b"".join(map(digest_of, itertools.islice(item.values(), _MOST_PARTS)))
+        return b"".join(map(_content_of, itertools.islice(item.values(), _MOST_PARTS)))
     if isinstance(item, (list, tuple)):
-        return b"".join(map(digest_of, item[:_MOST_PARTS]))
+        return b"".join(map(_content_of, item[:_MOST_PARTS]))
     if isinstance(item, (int, float, complex, bool, type(None), np.generic)):
         return repr(item).encode()
     return type(item).__qualname__.encode()

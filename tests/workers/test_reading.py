@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from minato.workers.reading import Reader
@@ -93,3 +94,38 @@ class Ending(Moving):
 def test_a_skip_past_the_end_ends_the_reader() -> None:
     reader = begun(Ending())
     assert (reader.take([50]), reader.end) == ([], 50)
+
+
+class Opaque(dict[str, int]):
+    """It does not give its values."""
+
+    def values(self) -> Any:
+        raise LookupError("not now")
+
+
+def nested() -> Any:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+
+
+def of_half_bytes() -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.uint8).view(torch.uint4)
+
+
+def within_itself() -> list[Any]:
+    item: list[Any] = [1]
+    item.append(item)
+    return item
+
+
+@pytest.mark.parametrize(
+    "make", [Opaque, nested, quantized, of_half_bytes, within_itself, lambda: [nested()]]
+)
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it may remove
+def test_items_that_do_not_show_what_they_hold_are_items(make: Any) -> None:
+    item = make()
+    reader = begun([item] * 9)
+    assert all(taken is item for taken in reader.take(range(9)))
