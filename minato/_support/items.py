@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from minato._support.values import text_of
 
@@ -18,6 +19,7 @@ __all__ = [
     "name_of",
     "next_of",
     "reading_again",
+    "reading_apart",
     "resumed_states",
     "set_announce",
     "set_resumed",
@@ -27,6 +29,7 @@ __all__ = [
     "to_read_again",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -88,7 +91,8 @@ _again = _ReadingAgain()
 def skipping() -> bool:
     """Whether the item that an iterable dataset is asked for is dropped, because an earlier run has delivered it.
 
-    A dataset may leave out work on it that does not change its own state, such as decoding, and yield anything.
+    A dataset may leave out work on it that does not change its own state, such as decoding, and yield anything. It must
+    not if its items go to a filter, or to another loader than minato's: these need them all.
     """
     _skipping.was_asked = True
     return _skipping.is_on
@@ -143,6 +147,23 @@ def announced_reader() -> AbstractContextManager[None]:
 def set_announce(announce: Callable[[], AbstractContextManager[None]]) -> None:
     """Set what ``announced_reader`` calls in this thread."""
     _announcing.announce = announce
+
+
+def reading_apart(read: Callable[P, T]) -> Callable[P, T]:
+    """Have a loader read in this thread: if that is within a dataset of another loader, neither changes the other."""
+
+    @functools.wraps(read)
+    def apart(
+        *args: P.args, **kwargs: P.kwargs
+    ) -> T:  # no context manager: that takes as long as a small batch
+        before = _skipping.is_on, _skipping.was_asked, _resumed.states, _announcing.announce
+        _skipping.is_on, _resumed.states = False, ()
+        try:
+            return read(*args, **kwargs)
+        finally:
+            _skipping.is_on, _skipping.was_asked, _resumed.states, _announcing.announce = before
+
+    return apart
 
 
 def next_of(items: Iterator[T], *, drops: bool) -> T:

@@ -38,6 +38,7 @@ from minato._support.items import (
     announced_reader,
     item_of,
     reading_again,
+    reading_apart,
     set_announce,
     set_resumed,
     set_skipping,
@@ -673,6 +674,7 @@ class Host:
         """The items of the only reader before one that has raised."""
         return self._readers[0].taken
 
+    @reading_apart
     def take_next(self, keys: range) -> list[Any]:
         """``take`` for the only reader, which reads the dataset itself, as torch does; raises what ``next()`` does."""
         reader = self._readers[0]
@@ -682,10 +684,12 @@ class Host:
             if reader.end is not None:
                 self._note(reader, self._epochs[0][0])
 
+    @reading_apart
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
         self._begin(self._readers[number], slot, epoch, 0)
 
+    @reading_apart
     def take(
         self,
         keys: Sequence[int],

@@ -193,6 +193,30 @@ def test_a_dataset_can_leave_out_the_work_on_what_is_skipped(
     assert not skipping()
 
 
+class Loaded(IterableDataset[Any]):
+    """The batches of a loader over a stream, which another loader reads."""
+
+    def __init__(self, stream: IterableDataset[Any]) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from DataLoader(self.stream, BATCH)
+        yield from DataLoader(self.stream, BATCH, readers=1)
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "workers": "thread"}]
+)
+def test_a_loader_within_a_dataset_needs_what_the_one_around_it_skips(
+    workers: dict[str, Any],
+) -> None:
+    first, later = (
+        DataLoader(Loaded(Decoding(SIZE)), None, **each) for each in ({"num_workers": 0}, workers)
+    )
+    assert interrupted(first, 5, later) == [*range(SIZE), *range(SIZE)]
+    assert not skipping()
+
+
 # ---- generators that died
 
 
