@@ -38,9 +38,8 @@ _MOST_AHEAD = 32
 _WORDS = 7
 """Words on the board for each reader."""
 _REGION = 1 << 36
-"""Bytes between two regions of the file of states, of which only written pages take memory."""
+"""Bytes between two regions of the file of states, of which only written pages take memory; the first has headers."""
 _HEADER = struct.Struct("<QQQQ")
-_HEADERS = 1 << 20
 Ranges = list[tuple[int, int]]
 """Ranges ``[first, end)`` of ordinals."""
 
@@ -239,7 +238,7 @@ class StateSlots:
         """Keep a state of a reader as number ``i`` of its states, in an epoch with a slot of the ledger."""
         region = self._region(reader, i)
         os.pwrite(self._descriptor, bytes(_HEADER.size), region * _HEADER.size)
-        _write_all(self._descriptor, state, _HEADERS + region * _REGION)
+        _write_all(self._descriptor, state, (region + 1) * _REGION)
         known = slot + 1, ordinal, len(state)
         os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
 
@@ -269,7 +268,7 @@ class StateSlots:
         header = self._header(reader, i, slot)
         if header is None:
             return None
-        place = _HEADERS + self._region(reader, i) * _REGION
+        place = (self._region(reader, i) + 1) * _REGION
         return pickle.loads(os.pread(self._descriptor, header[1], place))
 
 

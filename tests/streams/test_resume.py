@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import pickle
 import random
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato import CostBatches, DataLoader, ErrorPolicy, MinatoWarning, Readers
-from minato.sampling.readers import ReaderBoard, StateSlots
+from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
 from tests.behaviour.test_resume import Around
 from tests.datasets import ORDERS, add_draws, three_draws, wait_until
 from tests.selection import mostly_slow, numbers_for
@@ -537,3 +538,13 @@ def test_the_end_of_a_reader_and_its_state_are_one(
         got += [batch.tolist() for batch in later]
         assert got == [[k, k + 1, k + 2] for k in range(1, 12, 3)]
         assert next(iter(later)).tolist() == [101, 102, 103]
+
+
+def test_states_of_many_readers_do_not_overlap() -> None:
+    slots = StateSlots(11_000, 2)
+    large = ReaderState(1, list(range(1000)))
+    slots.write(0, 0, 0, 1, pickle.dumps(large))
+    for reader in range(1, 11_000):
+        slots.write(reader, 0, 0, 1, pickle.dumps(reader))
+    assert slots.newest(0, 0, 1) == large
+    assert [slots.newest(reader, 0, 1) for reader in (1, 10_999)] == [1, 10_999]
