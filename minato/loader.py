@@ -447,10 +447,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         it; it is enough to call that of the sampler instead, where its number changes. The rest of an epoch whose state
         was loaded comes first, whatever is chosen here.
         """
-        set_sampler_epoch(index_sampler(self), epoch)
         number = check_whole("epoch", epoch, None)
         if number is None:
             raise TypeError("epoch=None: give an integer")
+        if not -(2**63) <= number < 2**63:
+            raise ValueError(f"epoch={number} is not possible: give an integer of 64 bits")
+        set_sampler_epoch(index_sampler(self), epoch)
         self._position.set_epoch(number)
 
     @made_only

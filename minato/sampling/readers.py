@@ -33,6 +33,8 @@ _LAST = 1 << 60
 _SLOT_BITS = 8
 """Of a word on the board, for the slot of the epoch that it belongs to."""
 _LOW = (1 << 20) - 1
+_HALF = (1 << 32) - 1
+"""The lower bits of a number of 64 bits, which takes two words."""
 _MOST_AHEAD = 32
 """Batches of a single reader that are drawn together, which costs less than one by one."""
 _WORDS = 7
@@ -55,14 +57,14 @@ class ReaderBoard:
     """
 
     def __init__(self, buffer: Memory, offset: int, count: int) -> None:
-        self._words = SharedWords(buffer, offset, _WORDS * count + 2)
+        self._words = SharedWords(buffer, offset, _WORDS * count + 3)
         self.count = count
         self.slot = 0  # of the epoch whose words count
 
     @staticmethod
     def nbytes(count: int) -> int:
         """Bytes for this number of readers: whole cache lines."""
-        return -(-SharedWords.nbytes(_WORDS * count + 2) // 64) * 64
+        return -(-SharedWords.nbytes(_WORDS * count + 3) // 64) * 64
 
     @classmethod
     def alone(cls, count: int) -> ReaderBoard:
@@ -72,7 +74,7 @@ class ReaderBoard:
     def adopt(self, other: ReaderBoard) -> None:
         """Say what another board says."""
         self.slot = other.slot
-        for i in range(_WORDS * self.count + 2):
+        for i in range(_WORDS * self.count + 3):
             self._words.store(i, other._words.load(i))
 
     def begin(
@@ -80,11 +82,12 @@ class ReaderBoard:
     ) -> None:
         """Begin an epoch: nothing is read, nothing has ended. The methods of these names return the arguments."""
         self.slot = slot
-        for i in range(_WORDS * self.count + 2):
+        for i in range(_WORDS * self.count + 3):
             self._words.store(i, 0)
         if set_epoch is not None:
             signed = 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
-            self._store(_WORDS * self.count, slot, signed)
+            self._store(_WORDS * self.count, slot, signed & _HALF)
+            self._store(_WORDS * self.count + 2, slot, signed >> 32)
         if goes_on or is_told:
             self._store(_WORDS * self.count + 1, slot, goes_on + 2 * is_told)
 
@@ -120,8 +123,11 @@ class ReaderBoard:
 
     def set_epoch(self, slot: int) -> int | None:
         """With which ``set_epoch`` of each copy of the dataset is called in an epoch; None: it is not."""
-        found = self._load(_WORDS * self.count, slot)
-        return None if found is None else -(found + 1) // 2 if found & 1 else found // 2
+        low, high = (self._load(_WORDS * self.count + i, slot) for i in (0, 2))
+        if low is None or high is None:
+            return None
+        found = high << 32 | low
+        return -(found + 1) // 2 if found & 1 else found // 2
 
     def goes_on(self, slot: int) -> bool:
         """Whether an epoch goes on where an earlier run has stopped."""
@@ -144,7 +150,7 @@ class ReaderBoard:
         found, read = self._load(_WORDS * reader + 3, slot), self._load(_WORDS * reader, slot)
         if found is None or read is None or read & _LOW != found >> 32:
             return None
-        return read, found & 0xFFFFFFFF
+        return read, found & _HALF
 
     def note_first(self, reader: int, slot: int, digest: int) -> None:
         """Set the checksum of the first items of a reader."""

@@ -195,6 +195,32 @@ def test_set_epoch_reaches_every_copy(workers: dict[str, Any]) -> None:
         assert {number // 1000 for number in found} == {epoch}
 
 
+class Epochs(Split):
+    """Its items are the epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self.epoch, self.size)
+
+
+@pytest.mark.parametrize("epoch", [2**62, 2**54, -(2**63)])
+def test_epochs_are_integers_of_64_bits(epoch: int) -> None:
+    """In workers that persist, too, where the loader's or the dataset's ``set_epoch`` was called."""
+    for workers in ({"num_workers": 0}, {"num_workers": 1, "persistent_workers": True}):
+        stream = Epochs(2)
+        loader = DataLoader(stream, 1, **workers)
+        for sets, chosen in ((loader, epoch), (stream, 1), (stream, epoch)):
+            sets.set_epoch(chosen)
+            assert numbers(loader) == [chosen, chosen]
+
+
+@pytest.mark.parametrize("epoch", [2**63, -(2**63) - 1])
+def test_an_epoch_that_64_bits_do_not_hold_is_refused(epoch: int) -> None:
+    loader = DataLoader(Epochs(2))
+    with pytest.raises(ValueError, match=r"epoch=.* give an integer of 64 bits"):
+        loader.set_epoch(epoch)
+    assert numbers(loader) == [0, 0]
+
+
 class Forgetful(DatasetState):
     """Its state is inexact: it forgets the last items, as a buffer that shuffles does."""
 
