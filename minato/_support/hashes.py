@@ -313,9 +313,8 @@ class _Walk:
             for name, attribute in vars_of(cls).items():
                 if name in _OF_CLASSES or is_exactly(attribute, MEMBERS):
                     continue
-                functions = list(_functions_of(attribute))
                 yield name
-                yield from functions or (_Optional(attribute),)
+                yield from _pieces_of(attribute)
         finally:
             self._classes_of_files -= text is not None
 
@@ -368,15 +367,19 @@ def _state(value: object) -> Iterator[Any]:
         yield getattr(value, "__dict__", None)
 
 
-def _functions_of(value: object) -> Iterator[FunctionType]:
-    """The functions behind an attribute of a class: those of methods, properties and decorators."""
+def _pieces_of(value: object) -> Iterator[object]:
+    """An attribute of a class, and the functions behind it: those of methods, properties and decorators."""
     if type(value) is FunctionType:
         yield value
-    elif not isinstance(value, type) and (callable(value) or hasattr(type(value), "__get__")):
+        return
+    yield _Optional(
+        value
+    )  # a descriptor has no pickle, and one of a class of the program's may have a state
+    if not isinstance(value, type) and (callable(value) or hasattr(type(value), "__get__")):
         inner = [part for _, part in parts_of(value)]
         for part in (*inner, attribute(value, "func"), attribute(value, "__wrapped__")):
             if part is not value and part is not None:
-                yield from _functions_of(part)
+                yield from _pieces_of(part)
 
 
 # ---- files ----------------------------------------------------------------------------------

@@ -89,6 +89,14 @@ STATES: dict[str, str] = {
     "a class attribute": "class T: SIZE = K\nmake = T",
     "an attribute of a base class": "class A: SIZES = (1, K)\nclass T(A): pass\nmake = T",
     "a class attribute with a state": "class A: pass\nclass T: a = A()\nT.a.k = K\nmake = T",
+    "a class attribute that calls": "def g(x, k): return x\nclass T: f = functools.partial(g, k=K)\nmake = T",
+    "a method with an argument": "def g(self, k): return k\nclass T: f = functools.partialmethod(g, K)\nmake = T",
+    "a static method with a state": "def g(k): return k\nclass T: f = staticmethod(functools.partial(g, K))\nmake = T",
+    "a class attribute with a function": "class F:\n    def __init__(self, func, k): self.func, self.k = func, k\n"
+    "    def __call__(self): return self.func(self.k)\nclass T: f = F(lambda k: k, K)\nmake = T",
+    "a descriptor with a state": "class F:\n    def __init__(self, func): self.func, self.k = func, K\n"
+    "    def __get__(self, of, kind=None): return self.func(of) * self.k\n"
+    "class T:\n    @F\n    def f(self): return 1\nmake = T",
     "an attribute of a metaclass": "class M(type): SIZE = K\nclass T(metaclass=M): pass\nmake = T",
     "an attribute of a function": "def g(x): return x\ng.k = K\ndef make(): return g",
     "a field of a dataclass": "@dataclasses.dataclass(frozen=True)\nclass T: a: int\ndef make(): return T(K)",
