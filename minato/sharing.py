@@ -27,7 +27,7 @@ from collections.abc import (
 from enum import Enum
 from io import BytesIO
 from operator import is_not
-from types import BuiltinFunctionType, EllipsisType, FunctionType, NotImplementedType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -459,7 +459,7 @@ def _can_be_key(key: object) -> bool:
 
 
 _COMES_BACK = (
-    *(type, FunctionType, BuiltinFunctionType, Enum, EllipsisType, NotImplementedType),
+    *(type, FunctionType, BuiltinFunctionType, Enum),
     *(torch.UntypedStorage, torch.storage.TypedStorage),
 )
 """Objects that come back the same, or with equal content."""
@@ -470,7 +470,10 @@ class _ItemPickler(ViewPickler):
 
     def reducer_override(self, value: object) -> Any:
         compares = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
-        if not compares and not isinstance(value, _COMES_BACK):
+        comes_back = compares or isinstance(value, _COMES_BACK)
+        if not comes_back and not isinstance(
+            value.__reduce_ex__(5), str
+        ):  # the name of a global one
             raise TypeError(
                 f"a {type(value).__qualname__}, which equals only itself: each access would return another one"
             )

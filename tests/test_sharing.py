@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from operator import itemgetter
+from operator import is_, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,6 +155,11 @@ def test_objects_that_compare_by_value() -> None:
     shared = SharedList(items)
     assert shared == items
     assert shared[2] is Color.RED
+
+
+def test_objects_that_are_one_in_all_processes() -> None:
+    items = [torch.float32, torch.channels_last, ..., NotImplemented]
+    assert all(map(is_, SharedList(items), items))
 
 
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros])
