@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import io
 import os
 import pickle
 import struct
@@ -26,7 +25,7 @@ from uuid import UUID
 from minato._fork_safety import held_off_forks, interrupted_calls, renew_in_children
 from minato._support.counters import Counters
 from minato._support.files import check_private, gets_lock, open_regular, write_all
-from minato._support.pickling import ViewPickler
+from minato._support.pickling import pickled
 from minato._support.values import message_of, printable
 from minato.errors import MinatoWarning, missing, warn
 
@@ -123,13 +122,11 @@ class Cache(ABC):
             self.counters.add(errors=1)
             return
         try:
-            to = io.BytesIO()
-            ViewPickler(to, 5).dump(sample)
+            content = pickled(sample)
         except Exception as error:  # of the sample's own code: it is delivered, and not kept
             self._failed(error)
             return
         try:
-            content = to.getvalue()
             added = self.store(key, _digest(key, content) + content)
         except self.failures as error:
             self._takes = False

@@ -162,6 +162,14 @@ def test_objects_that_are_one_in_all_processes() -> None:
     assert all(map(is_, SharedList(items), items))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_tensors_that_pickle_cannot_load_come_back(dtype: torch.dtype) -> None:
+    items = [torch.tensor([1, 2]).to(dtype), torch.tensor(3).to(dtype)]
+    shared = SharedList(items)
+    assert [one.dtype for one in shared] == [dtype, dtype]
+    assert [one.tolist() for one in shared] == [[1, 2], 3]
+
+
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros])
 def test_arrays_of_other_shapes_are_not_equal(make: Any) -> None:
     shapes = [(), (1,), (3,), (1, 3), (0,)]

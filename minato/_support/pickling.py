@@ -66,6 +66,7 @@ __all__ = [
     "holding_descriptors",
     "is_unguarded",
     "named_as_worker",
+    "pickled",
     "refuse_unguarded",
     "take_own_name",
 ]
@@ -200,15 +201,36 @@ class _Pieces(list[Any]):
 
 
 class ViewPickler(pickle.Pickler):
-    """Keeps of a tensor that views a larger one what it sees: pickle would store all of the larger one."""
+    """Keeps of a tensor that views a larger one what it sees: pickle would store all of the larger one.
+
+    Keeps tensors of torch's newer dtypes too, such as ``uint16``: pickle stores them, and cannot load them.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         plain = type(value) is torch.Tensor and value.layout is torch.strided
-        if plain and not (value.is_quantized or value.requires_grad or value.__dict__):
-            nbytes: int = value.untyped_storage().nbytes()
-            if nbytes > 2 * value.nbytes:
-                return value.clone().__reduce_ex__(5)
-        return NotImplemented
+        if not plain or value.is_quantized or value.requires_grad or value.__dict__:
+            return NotImplemented
+        if value.untyped_storage().nbytes() > 2 * value.nbytes:
+            value = value.clone()
+        reduced = value.__reduce_ex__(5)
+        if isinstance(reduced[1][0], torch.UntypedStorage):
+            return _viewed_as, (value.view(_INTEGERS[value.itemsize]), value.dtype)
+        return reduced
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An old dtype of each size."""
+
+
+def _viewed_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.view(dtype)
+
+
+def pickled(value: object) -> bytes:
+    """A value as :class:`ViewPickler` pickles it."""
+    to = io.BytesIO()
+    ViewPickler(to, 5).dump(value)
+    return to.getvalue()
 
 
 class SidePickler(pickle.Pickler):

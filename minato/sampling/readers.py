@@ -24,6 +24,7 @@ from minato._compat import ExceptionWrapper
 from minato._core import SharedWords
 from minato._core.segment import Memory, anonymous_file
 from minato._support.items import item_of, key_of
+from minato._support.pickling import pickled
 from minato.sampling.samplers import Source
 
 __all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots", "merged"]
@@ -234,7 +235,7 @@ class StateSlots:
         os.pwrite(self._descriptor, bytes(self._readers * (self.depth + 1) * _HEADER.size), 0)
         for reader, start in enumerate(starts):
             if start is not None:
-                self.write(reader, self.depth, 0, 0, pickle.dumps(start, 5))
+                self.write(reader, self.depth, 0, 0, pickled(start))
 
     def starts(self) -> list[ReaderState | None]:
         """The states with which the readers begin the present epoch; None: as they are."""

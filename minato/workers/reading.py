@@ -44,6 +44,7 @@ from minato._support.items import (
     set_skipping,
 )
 from minato._support.objects import attribute
+from minato._support.pickling import pickled
 from minato._support.values import message_of, type_name
 from minato.batching.blobs import Kinds
 from minato.errors import WorkerDiedError, log
@@ -897,7 +898,7 @@ class Host:
 
     def _pickled(self, reader: Reader) -> bytes:
         try:
-            return pickle.dumps(self._present(reader), 5)
+            return pickled(self._present(reader))
         except Exception as error:
             where = f"in state_dict() of reader {reader.number}"
             text = RuntimeError(f"{type_name(error, module=True)}: {message_of(error)}")

@@ -245,6 +245,26 @@ def test_reading_again_draws_the_same() -> None:
     assert interrupted(first, 6, later, items) == whole(Draws)
 
 
+class Unsigned(DatasetState):
+    """Its state holds a tensor that pickle stores, and cannot load."""
+
+    def state_dict(self) -> Any:
+        return {"at": torch.tensor(self.at, dtype=torch.uint16)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = int(state["at"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_may_hold_tensors_that_pickle_cannot_load(num_workers: int) -> None:
+    first, later = (
+        DataLoader(Unsigned(SIZE), 4, readers=1, num_workers=num_workers) for _ in range(2)
+    )
+    got = numbers(itertools.islice(first, 3))
+    later.load_state_dict(first.state_dict())
+    assert got + numbers(later) == [*range(SIZE)]
+
+
 class CountsEpochs(EpochState):
     """Counts its epochs on by itself."""
 
