@@ -471,9 +471,8 @@ class _ItemPickler(ViewPickler):
     def reducer_override(self, value: object) -> Any:
         compares = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
         comes_back = compares or isinstance(value, _COMES_BACK)
-        if not comes_back and not isinstance(
-            value.__reduce_ex__(5), str
-        ):  # the name of a global one
+        # A text is the name of a global one.
+        if not comes_back and not isinstance(value.__reduce_ex__(5), str):
             raise TypeError(
                 f"a {type(value).__qualname__}, which equals only itself: each access would return another one"
             )

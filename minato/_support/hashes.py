@@ -372,9 +372,8 @@ def _pieces_of(value: object) -> Iterator[object]:
     if type(value) is FunctionType:
         yield value
         return
-    yield _Optional(
-        value
-    )  # a descriptor has no pickle, and one of a class of the program's may have a state
+    # A descriptor has no pickle, and one of a class of the program's may have a state.
+    yield _Optional(value)
     if not isinstance(value, type) and (callable(value) or hasattr(type(value), "__get__")):
         inner = [part for _, part in parts_of(value)]
         for part in (*inner, attribute(value, "func"), attribute(value, "__wrapped__")):

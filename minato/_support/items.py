@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from minato._support.values import text_of
 
 __all__ = [
     "Item",
+    "Reading",
     "announced_reader",
     "item_of",
     "key_of",
     "name_of",
     "next_of",
     "reading_again",
-    "reading_apart",
     "resumed_states",
     "set_announce",
+    "set_reading",
     "set_resumed",
     "set_skipping",
     "short_name_of",
@@ -29,7 +29,6 @@ __all__ = [
     "to_read_again",
 ]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -67,12 +66,20 @@ def name_of(index: object) -> str:
     return short if type(index) is Item else f"the sample with {short}"
 
 
-class _Skipping(threading.local):
-    is_on = was_asked = False
+class Reading:
+    """What a loader says to the dataset that it reads; a loader within that dataset has its own."""
+
+    __slots__ = ("announce", "resumed", "skips", "was_asked")
+
+    def __init__(self) -> None:
+        self.skips = self.was_asked = False
+        self.resumed: Sequence[Any] = ()
+        self.announce: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class _Resumed(threading.local):
-    states: Sequence[Any] = ()
+class _ThisThread(threading.local):
+    def __init__(self) -> None:
+        self.reading = Reading()
 
 
 class _ReadingAgain(threading.local):
@@ -80,12 +87,13 @@ class _ReadingAgain(threading.local):
     count: float = 0
 
 
-class _Announcing(threading.local):
-    announce: Callable[[], AbstractContextManager[None]] = nullcontext
+_this_thread, _again = _ThisThread(), _ReadingAgain()
 
 
-_skipping, _resumed, _announcing = _Skipping(), _Resumed(), _Announcing()
-_again = _ReadingAgain()
+def set_reading(reading: Reading) -> Reading:
+    """Set what this thread's datasets are told from now on; returns what they were told before."""
+    before, _this_thread.reading = _this_thread.reading, reading
+    return before
 
 
 def skipping() -> bool:
@@ -94,13 +102,15 @@ def skipping() -> bool:
     A dataset may leave out work on it that does not change its own state, such as decoding, and yield anything. It must
     not if its items go to a filter, or to another loader than minato's: these need them all.
     """
-    _skipping.was_asked = True
-    return _skipping.is_on
+    reading = _this_thread.reading
+    reading.was_asked = True
+    return reading.skips
 
 
 def set_skipping(is_on: bool) -> bool:
     """Set what ``skipping`` returns in this thread; returns whether it was asked since the last call."""
-    was_asked, _skipping.was_asked, _skipping.is_on = _skipping.was_asked, False, is_on
+    reading = _this_thread.reading
+    was_asked, reading.was_asked, reading.skips = reading.was_asked, False, is_on
     return was_asked
 
 
@@ -113,12 +123,12 @@ def resumed_states() -> list[Any]:
         For each reader what ``state_dict()`` of its iterator returned, or None if it has no state. Empty outside of
         ``__iter__``, and if an epoch begins.
     """
-    return list(_resumed.states)
+    return list(_this_thread.reading.resumed)
 
 
 def set_resumed(states: Sequence[object]) -> None:
     """Set what ``resumed_states`` returns in this thread."""
-    _resumed.states = states
+    _this_thread.reading.resumed = states
 
 
 @contextmanager
@@ -141,36 +151,19 @@ def to_read_again(items: object) -> float:
 
 def announced_reader() -> AbstractContextManager[None]:
     """Have ``get_worker_info()`` describe the reader that is read in this thread, where it does not do so anyway."""
-    return _announcing.announce()
+    return _this_thread.reading.announce()
 
 
 def set_announce(announce: Callable[[], AbstractContextManager[None]]) -> None:
     """Set what ``announced_reader`` calls in this thread."""
-    _announcing.announce = announce
-
-
-def reading_apart(read: Callable[P, T]) -> Callable[P, T]:
-    """Have a loader read in this thread: if that is within a dataset of another loader, neither changes the other."""
-
-    @functools.wraps(read)
-    def apart(
-        *args: P.args, **kwargs: P.kwargs
-    ) -> T:  # no context manager: that takes as long as a small batch
-        before = _skipping.is_on, _skipping.was_asked, _resumed.states, _announcing.announce
-        _skipping.is_on, _resumed.states = False, ()
-        try:
-            return read(*args, **kwargs)
-        finally:
-            _skipping.is_on, _skipping.was_asked, _resumed.states, _announcing.announce = before
-
-    return apart
+    _this_thread.reading.announce = announce
 
 
 def next_of(items: Iterator[T], *, drops: bool) -> T:
     """What ``next()`` returns for a dataset that keeps or drops the item, whatever the loader does with its own."""
-    before = _skipping.is_on, _skipping.was_asked
-    _skipping.is_on = drops
+    reading = _this_thread.reading
+    before, reading.skips = (reading.skips, reading.was_asked), drops
     try:
         return next(items)
     finally:
-        _skipping.is_on, _skipping.was_asked = before
+        reading.skips, reading.was_asked = before

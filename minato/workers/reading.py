@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -35,11 +35,12 @@ from minato._compat import (
 from minato._core import now_ns
 from minato._fork_safety import forget_in_children
 from minato._support.items import (
+    Reading,
     announced_reader,
     item_of,
     reading_again,
-    reading_apart,
     set_announce,
+    set_reading,
     set_resumed,
     set_skipping,
 )
@@ -54,6 +55,9 @@ from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
 
 __all__ = ["Host", "Reader", "Taken", "announced", "seed_generators"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _STATE_SHARE = 100
 """States that nobody asked for take at most this part of a worker's time."""
@@ -83,9 +87,8 @@ def digest_of(item: object) -> bytes:
     """A few bytes that differ for most different items, in any process; of large ones, of their beginning."""
     try:
         return _content_of(item)
-    except (
-        Exception
-    ):  # nested and quantized tensors, and some classes of the user, do not show what they hold
+    except Exception:
+        # Nested and quantized tensors, and some classes of the user, do not show what they hold.
         return type(item).__qualname__.encode()
 
 
@@ -481,6 +484,20 @@ class _Program(NamedTuple):
     is_left: bool
 
 
+def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Host, P], T]:
+    """Have a host read: a loader that reads within another's dataset tells its own dataset other things."""
+
+    @functools.wraps(method)
+    def apart(host: Host, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        host._around = set_reading(host._reading)
+        try:
+            return method(host, *args, **kwargs)
+        finally:
+            set_reading(host._around)
+
+    return apart
+
+
 class Host:
     """The readers that one worker, or the training loop, hosts; the ``board`` says what they have done.
 
@@ -538,6 +555,8 @@ class Host:
         self._active: int | None = None
         self._program: _Program | None = None  # while a reader is active in its process
         self._kept: int | None = None  # whose generators are kept, and not saved
+        # What the dataset is told, and what this thread's datasets are told outside of it.
+        self._reading = self._around = Reading()
         self.binds = binds
         self.catches: Kinds = (Exception,)
 
@@ -632,8 +651,9 @@ class Host:
 
     def be_program(self) -> None:
         """Leave nothing of a reader in this process, wherever a call was interrupted."""
-        set_skipping(False)
-        set_resumed(())
+        if (present := set_reading(self._around)) is not self._reading:
+            set_reading(present)
+        self._reading = Reading()
         self._restore()
 
     def _restore(self) -> None:
@@ -675,22 +695,24 @@ class Host:
         """The items of the only reader before one that has raised."""
         return self._readers[0].taken
 
-    @reading_apart
     def take_next(self, keys: range) -> list[Any]:
         """``take`` for the only reader, which reads the dataset itself, as torch does; raises what ``next()`` does."""
         reader = self._readers[0]
+        # As ``_apart``, without its call, which a small batch would notice.
+        self._around = set_reading(self._reading)
         try:
             return reader.take(keys, self.catches)
         finally:
+            set_reading(self._around)
             if reader.end is not None:
                 self._note(reader, self._epochs[0][0])
 
-    @reading_apart
+    @_apart
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
         self._begin(self._readers[number], slot, epoch, 0)
 
-    @reading_apart
+    @_apart
     def take(
         self,
         keys: Sequence[int],
