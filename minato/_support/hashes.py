@@ -296,7 +296,7 @@ class _Walk:
         for part, value in parts_of(function):
             is_cell = part not in (".__defaults__", ".__kwdefaults__")
             yield _Optional(value) if is_cell and _is_installed(code.co_filename) else value
-        yield from map(_Optional, chain.from_iterable(vars(function).items()))
+        yield from map(_Optional, chain.from_iterable(list(vars(function).items())))
 
     def _class(self, cls: type) -> Iterator[Any]:
         module = module_of(cls)
@@ -310,7 +310,9 @@ class _Walk:
             return
         self._classes_of_files += text is not None
         try:
-            for name, attribute in vars_of(cls).items():
+            for name, attribute in list(
+                vars_of(cls).items()
+            ):  # pickle adds to a class that it meets
                 if name in _OF_CLASSES or is_exactly(attribute, MEMBERS):
                     continue
                 yield name

@@ -87,6 +87,8 @@ STATES: dict[str, str] = {
     "class T:\n    @deco(K)\n    def __call__(self, x): return x\nmake = T",
     "a default of a method": "class T:\n    def __call__(self, x, k=K): return x\nmake = T",
     "a class attribute": "class T: SIZE = K\nmake = T",
+    "a class attribute of its own class": "class T:\n    def __init__(self): self.k = K\n"
+    "def make():\n    T.usual = T(); return T()",
     "an attribute of a base class": "class A: SIZES = (1, K)\nclass T(A): pass\nmake = T",
     "a class attribute with a state": "class A: pass\nclass T: a = A()\nT.a.k = K\nmake = T",
     "a class attribute that calls": "def g(x, k): return x\nclass T: f = functools.partial(g, k=K)\nmake = T",
