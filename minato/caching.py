@@ -105,7 +105,8 @@ class Cache(ABC):
             try:
                 if entry[:_DIGEST_NBYTES] != _digest(key, entry[_DIGEST_NBYTES:]):
                     raise ValueError("another entry, or a damaged one")
-                sample = pickle.loads(memoryview(entry)[_DIGEST_NBYTES:])
+                with held_off_forks():  # it may import, and a child would wait for that forever
+                    sample = pickle.loads(memoryview(entry)[_DIGEST_NBYTES:])
             except Exception:  # unpickling may raise anything: the sample is built again
                 self.counters.add(misses=1, damaged=1)
                 self.drop(key)
@@ -123,7 +124,8 @@ class Cache(ABC):
             self.counters.add(errors=1)
             return
         try:
-            content = pickled(sample)
+            with held_off_forks():
+                content = pickled(sample)
         except Exception as error:  # of the sample's own code: it is delivered, and not kept
             self._failed(error)
             return

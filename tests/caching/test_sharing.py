@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 import minato
 from minato import _fork_safety
-from minato.caching import DiskCache
+from minato.caching import DiskCache, MemoryCache
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
@@ -121,6 +122,42 @@ def test_children_that_are_forked_while_threads_use_it(
             work.result(LIMIT_S)
     assert cache.report().errors == 0
     check(cache, range(400))
+
+
+class Importing:
+    """A sample whose pickling and unpickling take a while, as those of a module's first object."""
+
+    begun = threading.Event()
+    lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._import()
+        return {"k": 1}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._import()
+
+    def _import(self) -> None:
+        with self.lock:
+            self.begun.set()
+            time.sleep(0.1)
+
+
+def leave_if_free() -> None:
+    os._exit(Importing.lock.locked())
+
+
+def test_no_child_is_forked_while_a_thread_pickles_a_sample() -> None:
+    """It would wait forever for the lock of a module that the thread imports."""
+    cache = MemoryCache(QUOTA)
+    for action in (lambda: cache.put(key_of(1), Importing()), lambda: cache.get(key_of(1))):
+        Importing.begun.clear()
+        with ThreadPoolExecutor(1) as threads:
+            work = threads.submit(action)
+            assert Importing.begun.wait(LIMIT_S)
+            assert exit_code(leave_if_free) == 0
+            work.result(LIMIT_S)
+    assert cache.report().hits == 1
 
 
 def lack(cache: DiskCache) -> None:
