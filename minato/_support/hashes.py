@@ -310,9 +310,8 @@ class _Walk:
             return
         self._classes_of_files += text is not None
         try:
-            for name, attribute in list(
-                vars_of(cls).items()
-            ):  # pickle adds to a class that it meets
+            # A list: pickle adds to a class that it meets.
+            for name, attribute in list(vars_of(cls).items()):
                 if name in _OF_CLASSES or is_exactly(attribute, MEMBERS):
                     continue
                 yield name

@@ -91,7 +91,7 @@ _this_thread, _again = _ThisThread(), _ReadingAgain()
 
 
 def set_reading(reading: Reading) -> Reading:
-    """Set what this thread's datasets are told from now on; returns what they were told before."""
+    """Set the one of this thread's datasets; returns the one before."""
     before, _this_thread.reading = _this_thread.reading, reading
     return before
 

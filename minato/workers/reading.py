@@ -555,7 +555,7 @@ class Host:
         self._active: int | None = None
         self._program: _Program | None = None  # while a reader is active in its process
         self._kept: int | None = None  # whose generators are kept, and not saved
-        # What the dataset is told, and what this thread's datasets are told outside of it.
+        # Of its dataset, and of other datasets in this thread while it reads.
         self._reading = self._around = Reading()
         self.binds = binds
         self.catches: Kinds = (Exception,)
