@@ -160,7 +160,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         transforms: Callables applied one after the other to ``dataset[i]``, or an object with such a list in its
             attribute ``transforms``. Torchvision's ``Compose`` counts as the list of its transforms; those of
             ``v2`` take a pair of image and label. Any other callable, such as the ``Compose`` of another library, is
-            one transform. Default: none.
+            one transform. A list is copied. Default: none.
         order: Which samples a batch holds and when it is returned. ``"strict"``: torch's batches in torch's order.
             ``"batch"``: torch's batches, each as soon as it is complete. ``"arrival"``: samples that are ready go into
             the oldest open batch. ``"fast_first"``: as ``arrival``, but slow samples wait for the newest open batch
