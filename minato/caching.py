@@ -27,7 +27,7 @@ from minato._support.counters import Counters
 from minato._support.files import check_private, gets_lock, open_regular, write_all
 from minato._support.pickling import pickled
 from minato._support.values import message_of, printable
-from minato.checks import check_number, check_whole
+from minato.checks import check_whole, given_whole
 from minato.errors import MinatoWarning, missing, warn
 
 __all__ = ["CacheReport", "DiskCache", "MemoryCache"]
@@ -74,11 +74,8 @@ class Cache(ABC):
     """The exceptions of a store that fails."""
 
     def __init__(self, quota_bytes: int, after: int | None, version: str | None) -> None:
-        quota = check_number("quota_bytes", quota_bytes, "a number of bytes")
-        if quota is None or not quota >= 1:  # NaN is not
-            raise ValueError(f"quota_bytes={quota_bytes} is too small: give at least 1")
-        after = check_whole("after", after, 0)
-        self.quota_bytes, self.after, self.version = quota_bytes, after, version
+        self.quota_bytes = given_whole("quota_bytes", quota_bytes, 1)
+        self.after, self.version = check_whole("after", after, 0), version
         self.counters = Counters(*CacheReport._fields)
         """Shown in the report of a loader."""
         self._takes = True

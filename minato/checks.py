@@ -26,6 +26,8 @@ __all__ = [
     "check_whole",
     "did_you_mean",
     "explain_dataset",
+    "given_number",
+    "given_whole",
     "path_in",
     "refuse_class",
 ]
@@ -126,8 +128,11 @@ def check_undivided(dataset: object) -> None:
 
 def check_whole(name: str, value: object, least: int | None) -> int | None:
     """An integer of at least ``least``, or None; NumPy's integers are the integers that they equal."""
-    if value is None:
-        return None
+    return None if value is None else given_whole(name, value, least)
+
+
+def given_whole(name: str, value: object, least: int | None) -> int:
+    """As :func:`check_whole`, where None is no integer."""
     found = None if isinstance(plain(value), (bool, tuple)) else integer_of(value)
     if found is None:
         raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give an integer")
@@ -138,8 +143,11 @@ def check_whole(name: str, value: object, least: int | None) -> int | None:
 
 def check_number(name: str, value: object, what: str = "a number") -> int | float | None:
     """An integer or a float, or None; NumPy's numbers are the numbers that they equal."""
-    if value is None:
-        return None
+    return None if value is None else given_number(name, value, what)
+
+
+def given_number(name: str, value: object, what: str = "a number") -> int | float:
+    """As :func:`check_number`, where None is no number."""
     found = number_of(value)
     if found is None:
         raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give {what}")

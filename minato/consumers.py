@@ -12,7 +12,7 @@ import torch
 
 from minato._fork_safety import renew_in_children
 from minato._support.threads import living
-from minato.checks import check_device, check_whole
+from minato.checks import check_device, given_whole
 from minato.delivery.device import Accelerator, accelerator_of, copy_batch, memory_pinner
 from minato.delivery.iterator import BatchIterator
 from minato.errors import shortened
@@ -222,8 +222,7 @@ def make_consumers(
     if (n is None) == (devices is None):
         raise ValueError(f"n={n} and devices={devices}: give one of the two")
     if devices is None:
-        n = check_whole("n", n, 1)
-        places: list[torch.device | None] = [None] * (n or 0)
+        places: list[torch.device | None] = [None] * given_whole("n", n, 1)
     else:
         found = [check_device(device) for device in devices]
         places = [None if each is None or each.type == "cpu" else each for each in found]

@@ -28,6 +28,8 @@ from minato.checks import (
     check_number,
     check_whole,
     did_you_mean,
+    given_number,
+    given_whole,
     refuse_class,
 )
 from minato.errors import missing
@@ -138,6 +140,10 @@ def _whole(least: int, other: str | None = None) -> Callable[[str, Any], Any]:
         return value if is_other else check_whole(name, value, least)
 
     return check
+
+
+def _given_whole(least: int) -> Callable[[str, Any], Any]:
+    return lambda name, value: given_whole(name, value, least)
 
 
 def _positive_seconds(name: str, value: object) -> Any:
@@ -363,7 +369,7 @@ class DeviceCopies(_Group):
     """
 
     device: str | torch.device = option(None, "string, `torch.device`", _torch_device)
-    ahead: int = option(2, "batches, 0 or more", _whole(0))
+    ahead: int = option(2, "batches, 0 or more", _given_whole(0))
 
     def __str__(self) -> str:
         return str(self.device)
@@ -451,7 +457,7 @@ class PaperController:
         smoothing: Weight of the latest period in the moving average of the queue, above 0 and up to 1.
 
     Raises:
-        ValueError: A value is not possible.
+        ValueError, TypeError: A value is not possible.
     """
 
     alpha: float = 2.0
@@ -461,6 +467,8 @@ class PaperController:
     smoothing: float = 0.3
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            given_number(name, value)
         if not all(each >= 0 for each in (self.alpha, self.beta, self.clip)):
             raise ValueError(
                 f"alpha={self.alpha}, beta={self.beta} and clip={self.clip} must not be below 0"
@@ -715,7 +723,7 @@ class FetchOptions(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    concurrency: int = option(1, "1 or more", _whole(1))
+    concurrency: int = option(1, "1 or more", _given_whole(1))
     max_in_flight: int | None = option(None, "the number of workers or more", _whole(1))
     slow_start: int | None = option(None, "batches, 1 or more", _whole(1))
     hedge_percentile: float | None = option(None, "between 0 and 100", _percentile)
@@ -879,7 +887,7 @@ class CostBatches(_Group):
     cost: Any = option(None, "function, key")
     max_padding: float = option(0.2, "between 0 and 1", _padding)
     max_size: int | None = option(None, "1 or more", _whole(1))
-    max_wait: int = option(1024, "0 or more", _whole(0))
+    max_wait: int = option(1024, "0 or more", _given_whole(0))
     padded: bool = option(True, "`True`, `False`", _one_of(True, False))
 
 

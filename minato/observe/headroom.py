@@ -9,6 +9,7 @@ from typing import Any
 
 from minato._core import now_ns
 from minato._support.values import digits, seconds
+from minato.checks import given_whole
 
 __all__ = ["Headroom"]
 
@@ -20,13 +21,11 @@ _WARM_UP = 2
 class Headroom:
     """Batches for a training loop: first from a loader, then a few of them replayed.
 
-    ValueError: ``steps`` is less than 1.
+    ValueError, TypeError: ``steps`` is no integer of at least 1.
     """
 
     def __init__(self, batches: Callable[[], Iterable[object]], steps: int) -> None:
-        if steps < 1:
-            raise ValueError(f"steps={steps} is too few: give at least 1")
-        self._batches, self._steps = batches, steps
+        self._batches, self._steps = batches, given_whole("steps", steps, 1)
         self._loaded_ns: list[int] = []
         self._replayed_ns: list[int] = []
 

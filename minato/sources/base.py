@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
 from minato._support.values import items_of, message_of, plain, printable
+from minato.checks import given_number, given_whole
 from minato.errors import MinatoError
 from minato.sources.connections import Connections, Settings
 
@@ -61,8 +62,9 @@ class Retry:
     deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts={self.attempts} is too small: give at least 1")
+        given_whole("attempts", self.attempts, 1)
+        for name in ("first_s", "longest_s", "deadline_s"):
+            given_number(name, getattr(self, name), "seconds")
 
     def pauses(self) -> Iterator[float]:
         """The pause after each failure in seconds, as long as there is a further attempt; the first begins now."""

@@ -24,7 +24,7 @@ except ModuleNotFoundError:
 
 from minato._support.counters import shared_integers
 from minato._support.values import message_of
-from minato.checks import check_shard
+from minato.checks import check_shard, check_whole, given_whole
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
 from minato.streams.shards import ShardedDataset
@@ -200,8 +200,7 @@ class Parquet(KeyedSource):
         decode: Callable[[Row], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
-        if kept_groups < 1:
-            raise ValueError(f"kept_groups={kept_groups} is too small: give at least 1")
+        kept_groups = given_whole("kept_groups", kept_groups, 1)
         super().__init__(keys, decode, retry)
         self._groups = _RowGroups(files, columns, where, filesystem)
         self._kept_groups = kept_groups
@@ -275,10 +274,9 @@ class ParquetStream(IterableDataset[Any]):
         shard: tuple[int, int] = (0, 1),
         decode: Callable[[Row], object] | None = None,
     ) -> None:
-        if window_rows < 1:
-            raise ValueError(f"window_rows={window_rows} is too small: give at least 1")
+        window_rows = given_whole("window_rows", window_rows, 1)
         self._groups = _RowGroups(files, columns, where, filesystem)
-        self._seed, self._window_rows = seed, window_rows
+        self._seed, self._window_rows = check_whole("seed", seed, None), window_rows
         self._shard = check_shard(shard)
         self._decode = decode
         # In shared memory, where persistent workers see it change.

@@ -16,7 +16,7 @@ from uuid import UUID
 
 from minato._support.files import write_atomically
 from minato._support.values import items_of, number_of, plain, text_of, type_name
-from minato.checks import check_whole
+from minato.checks import given_whole
 
 __all__ = ["folds", "load_splits", "save_splits", "split"]
 
@@ -77,7 +77,7 @@ def folds(
         count: Number of folds.
         keys, seed, labels, entities: As for :func:`split`, and so are the errors.
     """
-    count = check_whole("count", count, 2) or 2
+    count = given_whole("count", count, 2)
     keys = items_of("keys", keys)
     found = []
     for test in map(set, _folds(len(keys), count, seed, labels, entities)):
@@ -122,7 +122,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
 def _folds(size: int, count: int, seed: int, labels: object, entities: object) -> list[list[int]]:
     """Divide the numbers below ``size`` into folds."""
-    seed = check_whole("seed", seed, 0) or 0
+    seed = given_whole("seed", seed, 0)
     classes = [0] * size if labels is None else _codes("labels", labels, size)
     groups = range(size) if entities is None else _codes("entities", entities, size)
     available = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from minato._support.items import to_read_again
 from minato._support.values import text_of, type_name
-from minato.checks import check_choice, check_number, check_whole, did_you_mean
+from minato.checks import check_choice, check_number, did_you_mean, given_whole
 from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 
 __all__ = ["Mixed", "mix"]
@@ -56,7 +56,7 @@ def mix(
     _check_sources(datasets)
     check_choice("exhausted", exhausted, ("continue", "stop", "repeat"))
     names = list(datasets)
-    counts, whole_seed = _passes(names, passes), check_whole("seed", seed, None) or 0
+    counts, whole_seed = _passes(names, passes), given_whole("seed", seed, None)
     return Mixed(datasets, _phases(names, weights), counts, exhausted, whole_seed)
 
 

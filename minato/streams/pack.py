@@ -13,7 +13,7 @@ import torch
 
 from minato._support.items import to_read_again
 from minato._support.values import message_of, text_of, type_name
-from minato.checks import check_choice, check_number, check_whole
+from minato.checks import check_choice, given_number, given_whole
 from minato.streams.children import Dataset, State, Stream, Window, check_stream
 
 __all__ = ["Packed", "pack"]
@@ -60,8 +60,8 @@ def pack(
     check_stream("minato.pack", dataset)
     check_choice("oversized", oversized, ("raise", "split", "truncate", "drop"))
     padding = {"input_ids": 0} if fields is None else _checked(fields)
-    whole, most = check_whole("length", length, 1), check_whole("open_rows", open_rows, 1)
-    return Packed(dataset, whole or 1, padding, oversized, most or 1)
+    whole, most = given_whole("length", length, 1), given_whole("open_rows", open_rows, 1)
+    return Packed(dataset, whole, padding, oversized, most)
 
 
 def _checked(fields: object) -> dict[str, float]:
@@ -73,8 +73,7 @@ def _checked(fields: object) -> dict[str, float]:
         raise ValueError(
             f"fields has {text_of(min(taken))}, which minato.pack makes itself: rename it"
         )
-    numbers = {name: check_number(f"fields[{text_of(name)}]", fields[name]) for name in fields}
-    return {name: 0 if number is None else number for name, number in numbers.items()}
+    return {name: given_number(f"fields[{text_of(name)}]", fields[name]) for name in fields}
 
 
 _OWN = {"position_ids", "segment_ids"}

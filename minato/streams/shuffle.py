@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from minato._support.items import to_read_again
-from minato.checks import check_whole
+from minato.checks import given_whole
 from minato.streams.children import Dataset, State, Stream, Window, check_stream
 
 __all__ = ["Shuffled", "shuffle"]
@@ -34,8 +34,8 @@ def shuffle(dataset: Dataset, buffer_size: int, seed: int = 0) -> Shuffled:
         TypeError, ValueError: An argument is invalid.
     """
     check_stream("minato.shuffle", dataset)
-    size = check_whole("buffer_size", buffer_size, 1) or 1
-    return Shuffled(dataset, size, check_whole("seed", seed, None) or 0)
+    size = given_whole("buffer_size", buffer_size, 1)
+    return Shuffled(dataset, size, given_whole("seed", seed, None))
 
 
 class Shuffled(Stream):

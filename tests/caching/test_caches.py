@@ -539,9 +539,7 @@ def test_limits_are_checked() -> None:
         MemoryCache(0)
     with pytest.raises(ValueError, match="after=-1 is too small"):
         MemoryCache(1, after=-1)
-    with pytest.raises(ValueError, match="quota_bytes=nan is too small"):
-        MemoryCache(float("nan"))  # type: ignore[arg-type]
-    for wrong, name in (({"quota_bytes": "10GB"}, "quota_bytes='10GB'"), ({"after": 1.0}, "after")):
+    for wrong, name in (({"quota_bytes": "10GB"}, "quota_bytes"), ({"after": 1.0}, "after")):
         with pytest.raises(TypeError, match=f"{name}.* is a .*: give"):
             MemoryCache(**{"quota_bytes": 1, **wrong})
 

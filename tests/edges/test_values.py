@@ -18,14 +18,27 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
-from minato import Arrival, CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
+from minato import (
+    Arrival,
+    CostBatches,
+    CostBatchSampler,
+    DataLoader,
+    DeviceCopies,
+    ErrorPolicy,
+    FetchOptions,
+    PaperController,
+    StragglerPolicy,
+)
 from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
+from minato.caching import DiskCache, MemoryCache
 from minato.checks import check_number, check_whole
 from minato.observe.meters import SlowestSamples
 from minato.scheduling.slow_samples import CostModel, integers_of
+from minato.sources.base import Retry
+from minato.sources.parquet import Parquet, ParquetStream
 from minato.sources.splits import folds, load_splits, save_splits, split
-from tests.datasets import Numbers, Pair, flat, forked, indices
+from tests.datasets import Numbers, Pair, Stream, flat, forked, indices
 
 
 class Whole(int):
@@ -299,6 +312,36 @@ def test_what_cannot_be_split(arguments: dict[str, Any], error: type[Exception],
     shares = arguments.pop("shares", SHARES)
     with pytest.raises(error, match=text):
         split(range(30), shares, **{"seed": 0, **arguments})
+
+
+TAKE_A_NUMBER: dict[str, tuple[Callable[[Any], object], str]] = {
+    "MemoryCache": (MemoryCache, "quota_bytes"),
+    "DiskCache": (lambda value: DiskCache("unused", value), "quota_bytes"),
+    "Retry": (Retry, "attempts"),
+    "Retry-pause": (lambda value: Retry(first_s=value), "first_s"),
+    "Parquet": (lambda value: Parquet("unused", kept_groups=value), "kept_groups"),
+    "ParquetStream": (lambda value: ParquetStream("unused", window_rows=value), "window_rows"),
+    "PaperController": (PaperController, "alpha"),
+    "DeviceCopies": (lambda value: DeviceCopies("cpu", value), "ahead"),
+    "FetchOptions": (FetchOptions, "concurrency"),
+    "CostBatches": (lambda value: CostBatches(4, max_wait=value), "max_wait"),
+    "shuffle": (lambda value: minato.shuffle(Stream(4), value), "buffer_size"),
+    "shuffle-seed": (lambda value: minato.shuffle(Stream(4), 2, value), "seed"),
+    "mix": (lambda value: minato.mix({"a": Stream(4)}, seed=value), "seed"),
+    "pack": (lambda value: minato.pack(Stream(4), value), "length"),
+    "pack-rows": (lambda value: minato.pack(Stream(4), 4, open_rows=value), "open_rows"),
+    "split": (lambda value: split(range(30), SHARES, seed=value), "seed"),
+    "folds": (lambda value: folds(range(30), value, seed=0), "count"),
+    "headroom": (lambda value: DataLoader(Numbers(4)).headroom(value), "steps"),
+}
+
+
+@pytest.mark.parametrize("value", ["5", None])
+@pytest.mark.parametrize("name", TAKE_A_NUMBER)
+def test_what_takes_a_number_names_another_value(name: str, value: object) -> None:
+    call, argument = TAKE_A_NUMBER[name]
+    with pytest.raises(TypeError, match=f"^{argument}={value!r} is a {type(value).__name__}: give"):
+        call(value)
 
 
 def test_saved_keys_of_any_type(tmp_path: Path) -> None:
