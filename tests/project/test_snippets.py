@@ -89,6 +89,12 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.mark.parametrize("program", [*programs()], ids=lambda program: program.name)
+def test_programs_with_workers_have_the_guard_that_workers_need(program: Program) -> None:
+    if "num_workers=" in program.source:
+        assert '\nif __name__ == "__main__":\n' in program.source
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [*programs()], ids=lambda program: program.name)
 def test_programs_run_and_print_what_the_page_says(program: Program, tmp_path: Path) -> None:
