@@ -1063,6 +1063,8 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
         own: Add the arguments that only minato has, where the loader is minato's.
     """
     given = {name: getattr(loader, name) for name in _ALIKE if hasattr(loader, name)}
+    if "prefetch_factor" not in given:
+        raise TypeError(f"loader is a {type_name(loader)}: give a torch.utils.data.DataLoader")
     ours = is_made(loader)
     if ours and (cost_batches := vars(loader).get("_cost_batches")) is not None:
         given["batch_size"] = cost_batches

@@ -240,7 +240,7 @@ def _torch_device(name: str, value: object) -> torch.device:
 def _observe(name: str, value: object) -> Observe:
     if isinstance(value, Observe):
         return value
-    check_choice(name, value, (True, False))
+    check_choice(name, value, (True, False), "Observe(...)")
     return Observe(stats=bool(value))
 
 

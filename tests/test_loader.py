@@ -246,6 +246,12 @@ def test_a_loader_of_torchs_is_taken_over(arguments: dict[str, Any]) -> None:
     assert seeded[0] == seeded[1]
 
 
+@pytest.mark.parametrize("other", [None, [1, 2], Numbers(4), DataLoader])
+def test_what_is_no_loader_is_not_taken_over(other: Any) -> None:
+    with pytest.raises(TypeError, match=f"^loader is a {type(other).__name__}: give a torch"):
+        DataLoader.from_torch(other)
+
+
 def test_whether_minato_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     loader, torchs = DataLoader(Numbers(4), num_workers=1), TorchLoader(Numbers(4))
     assert minato.is_active(loader)

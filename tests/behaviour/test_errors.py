@@ -315,7 +315,11 @@ WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "compat": ({"compat": "jax"}, ValueError, "compat='jax'.*None, 'torch'"),
     "shared_pool": ({"workers": "shared"}, ValueError, r"workers='shared'.*SharedPool\(\)"),
     "stragglers": ({"stragglers": 90}, TypeError, "stragglers=90.*int.*StragglerPolicy"),
-    "observe": ({"observe": "run.json"}, ValueError, "observe='run.json'.*True, False"),
+    "observe": (
+        {"observe": "run.json"},
+        ValueError,
+        r"observe='run.json'.*True, False, Observe\(...\)",
+    ),
     "persistent_workers": (
         {"persistent_workers": "yes"},
         ValueError,
