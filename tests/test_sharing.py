@@ -35,6 +35,7 @@ import minato
 from minato import DataLoader, SharedDict, SharedList, sharing
 from minato._core.segment import Segment
 from minato.engine import pools
+from tests.subprocesses import output
 
 N = 2000
 
@@ -160,6 +161,23 @@ def test_objects_that_compare_by_value() -> None:
 def test_objects_that_are_one_in_all_processes() -> None:
     items = [torch.float32, torch.channels_last, ..., NotImplemented]
     assert all(map(is_, SharedList(items), items))
+
+
+READS = """
+import sys, torch
+from minato.caching import MemoryCache
+from minato.sharing import SharedList
+shared, cache = SharedList([torch.arange(3)]), MemoryCache(9999)
+cache.put(b"key", torch.arange(3))
+before = {*sys.modules}
+shared[0], cache.get(b"key")
+print({*sys.modules} - before)
+"""
+
+
+def test_reading_a_tensor_imports_nothing() -> None:
+    """A child that is forked while a thread imports a module waits for its lock for ever."""
+    assert output("-c", READS) == "set()\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
