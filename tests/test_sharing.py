@@ -176,7 +176,7 @@ print({*sys.modules} - before)
 
 
 def test_reading_a_tensor_imports_nothing() -> None:
-    """A child that is forked while a thread imports a module waits for its lock for ever."""
+    """A child that is forked while a thread imports a module waits for its lock forever."""
     assert output("-c", READS) == "set()\n"
 
 

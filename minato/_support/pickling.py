@@ -51,7 +51,7 @@ from minato._support.values import message_of
 from minato.errors import UNGUARDED, NotPicklableError, log, outside
 
 with suppress(ImportError):
-    # torch.load imports it with the first tensor, maybe in a thread: a child forked meanwhile would wait for ever.
+    # torch.load imports it with the first tensor, maybe in a thread: a child forked meanwhile would wait forever.
     import torch.utils.serialization.config
 
 if TYPE_CHECKING:

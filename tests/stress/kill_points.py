@@ -171,8 +171,8 @@ def places_of_states(plan: ReaderPlan | None) -> list[tuple[int, int, int]]:
     """Where the headers and the contents of the states of readers are: descriptor, bytes, and offset."""
     if plan is None or plan.slots is None:
         return []
-    descriptor, count = plan.slots._descriptor, plan.number * plan.slots.depth
-    starts = (readers._HEADERS + i * readers._REGION for i in range(count))
+    descriptor, count = plan.slots._descriptor, plan.number * (plan.slots.depth + 1)
+    starts = ((i + 1) * readers._REGION for i in range(count))
     heads = descriptor, count * readers._HEADER.size, 0
     return [heads, *((descriptor, STATE_BYTES, start) for start in starts)]
 
