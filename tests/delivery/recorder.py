@@ -140,6 +140,20 @@ class Recorder:
         return next(number for number, copy in enumerate(self.copies, 1) if copy.target is tensor)
 
 
+def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch's loader believe that there is an accelerator; before torch 2.9 it asked for a CUDA device."""
+    cuda = torch.device("cuda")
+    for module, name, function in (
+        (torch.accelerator, "is_available", lambda: True),
+        (torch.accelerator, "current_accelerator", lambda *_, **__: cuda),
+        (torch.accelerator, "current_device_index", lambda: 0),
+        (torch.accelerator, "set_device_index", lambda _: None),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "current_device", lambda: 0),
+    ):
+        monkeypatch.setattr(module, name, function)
+
+
 def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Have torch believe in an accelerator, and copy to pin what that does not hold locked."""
 
@@ -149,9 +163,7 @@ def accelerated(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder
         recorder.pageable.append(tensor)
         return tensor.clone()
 
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: cuda)
+    pretend_accelerator(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(iterator, "memory_pinner", lambda: recorder)
     return recorder

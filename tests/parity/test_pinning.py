@@ -19,6 +19,7 @@ import torch
 import minato
 from minato.delivery import device as copiers
 from tests.datasets import Pair, Samples, wait_until
+from tests.delivery.recorder import pretend_accelerator
 from tests.pairwise import pairwise
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
@@ -48,14 +49,7 @@ def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         PINNED.append((type(tensor).__name__, tensor.dtype, tuple(tensor.shape)))
         return tensor.clone()
 
-    cuda = torch.device("cuda")
-    for name, function in {
-        "is_available": lambda: True,
-        "current_accelerator": lambda *_, **__: cuda,
-        "current_device_index": lambda: 0,
-        "set_device_index": lambda _: None,
-    }.items():
-        monkeypatch.setattr(torch.accelerator, name, function)
+    pretend_accelerator(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     # torch's thread for pinning limits its own threads; that is not to be seen here
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
@@ -195,7 +189,6 @@ def refusing(samples: list[Any]) -> Any:
     return Refuses(samples) if samples[0] % 2 else samples
 
 
-@AS_TORCH_IS_NOW
 def test_error_of_a_pin_memory_method_and_going_on(accelerator: None) -> None:
     def found(make: Any, **options: Any) -> Any:
         return drain(iter(make(range(5), collate_fn=refusing, pin_memory=True, **options)))
@@ -230,7 +223,6 @@ def wait_for_ready_batches(iterator: Any, count: int = 1) -> None:
     wait_until(lambda: len(iterator._source._dispatcher.upcoming(count)) == count)
 
 
-@AS_TORCH_IS_NOW
 @pytest.mark.parametrize("dataset", [Tensors(12), Images(12)])
 @pytest.mark.parametrize("accelerator", ["when their turn has come"], indirect=True)
 def test_who_pins(accelerator: None, monkeypatch: pytest.MonkeyPatch, dataset: Any) -> None:

@@ -44,7 +44,7 @@ def surroundings(dataset: Any = None) -> dict[str, Any]:
     return {
         "info": info
         and {
-            **{name: getattr(info, name) for name in INFO},
+            **{name: getattr(info, name, "unknown to this torch") for name in INFO},
             "dataset": type(info.dataset).__name__,
             "its dataset": info.dataset is dataset,
         },
@@ -92,7 +92,6 @@ def test_everything_that_runs_in_a_worker_knows_where_it_is(workers: int) -> Non
     same_for_both(case)
 
 
-@AS_TORCH_IS_NOW
 def test_seeds_of_all_workers() -> None:
     class Tardy(Mirror):
         all_three: Roll

@@ -636,8 +636,6 @@ def test_batches_that_are_pinned(
 ) -> None:
     """Those that a rank lacks, too; by a thread, where there are workers."""
     recorder = accelerated(Recorder(), monkeypatch)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", int)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     how: Any = {"num_workers": num_workers, "pin_memory": True}
 
     first, second = in_ranks(
