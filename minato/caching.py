@@ -400,7 +400,11 @@ class _Environment:
         return entry
 
     def add(self, key: bytes, entry: bytes, quota_bytes: int, made_ns: int) -> int:
-        """Add an entry; returns its size, 0 if it is there already, or -1 if there is no room."""
+        """Add an entry; returns its size, or 0 if it is there already.
+
+        Raises:
+            MapFullError: There is no room.
+        """
         prefix, size = key[:_PREFIX_BYTES], len(entry)
         with self.begin(write=True) as to:
             if to.get(key, db=self._samples) is not None:
@@ -409,8 +413,7 @@ class _Environment:
             if total > quota_bytes:
                 total -= self._evict(to, total - quota_bytes, prefix, made_ns)
             if total > quota_bytes:
-                to.abort()  # and keep what it would have replaced
-                return -1
+                raise _lmdb().MapFullError  # which undoes the evictions
             to.put(key, entry, db=self._samples)
             to.put(_TOTAL, _bytes(total))
             self._mark(to, prefix)
