@@ -356,8 +356,9 @@ def test_tracebacks_and_warnings_name_the_lines_of_the_program() -> None:
         warnings.simplefilter("always")
         DataLoader("/data/train")
         list(DataLoader(Samples([torch.zeros(100)] * 4), memory_budget=100, num_workers=1))
-    assert {each.filename for each in told} == {__file__}
-    assert len(told) == 2
+    # Python 3.12 and later warn of forks beside threads; pytest has some.
+    places = [each.filename for each in told if each.category is not DeprecationWarning]
+    assert places == [__file__] * 2
 
 
 # ---- what cannot be sent to workers ---------------------------------------------------------

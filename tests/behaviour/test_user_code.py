@@ -308,7 +308,7 @@ class Ending(Failing):
 BASE = [GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:.* use of fork:DeprecationWarning")
 @sweep(workers=WORKERS, kind=BASE, on_error=["raise", "skip"])
 def test_what_would_end_a_process_is_the_error_of_its_sample(
     workers: dict[str, Any], kind: type[BaseException], on_error: str
