@@ -17,6 +17,7 @@ import inspect
 import os
 import pkgutil
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
@@ -27,7 +28,7 @@ from multiprocessing import process as process_module
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -504,6 +505,29 @@ def duplicates_for_child(held: list[int]) -> AbstractContextManager[None]:
     return _spawning(give, popen.DupFd)
 
 
+_exit_codes: list[object] = []
+
+
+def exit_code() -> object:
+    """The exit code of this process of multiprocessing; None: it is not known yet.
+
+    It is known when the exception that ends the process is let go, with what its frames hold. Python calls finalizers
+    after that from 3.13 on, and before it in earlier versions.
+    """
+    bootstrap = cast(Any, process_module.BaseProcess)._bootstrap.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is bootstrap:
+            return frame.f_locals.get("exitcode")
+        frame = frame.f_back
+    return _exit_codes[-1] if _exit_codes else None
+
+
+with suppress(RuntimeError):  # this process ends already
+    # Threading calls it at the end of _bootstrap().
+    getattr(threading, "_register_atexit", id)(lambda: _exit_codes.append(exit_code()))
+
+
 def in_starting_child() -> bool:
     """Whether multiprocessing starts this process at present, without a fork: it imports what the process needs."""
     return hasattr(process_module.current_process(), "_inheriting")
@@ -764,6 +788,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "multiprocessing.process.BaseProcess._inheriting",
         "a script without a guard ends its workers by another error",
         lambda: "_inheriting" in inspect.getsource(spawn),
+    ),
+    PrivateName(
+        "threading._register_atexit, multiprocessing.process.BaseProcess._bootstrap's exitcode",
+        "from Python 3.13 on, the ranks of a shared pool wait for one that multiprocessing has started and that failed",
+        lambda: (
+            hasattr(threading, "_register_atexit")
+            and "exitcode" in cast(Any, process_module.BaseProcess)._bootstrap.__code__.co_varnames
+        ),
     ),
     PrivateName(
         "multiprocessing.forkserver._forkserver._preload_modules",

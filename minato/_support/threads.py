@@ -12,6 +12,8 @@ from multiprocessing import parent_process, util
 from threading import Thread
 from types import BuiltinFunctionType
 
+from minato._compat import exit_code
+
 __all__ = ["at_end", "ends_by_exception", "exiting", "living", "start_thread", "threads_are_real"]
 
 
@@ -74,6 +76,8 @@ def ends_by_exception() -> bool:
     if parent_process() is None:
         return hasattr(sys, "last_value")  # Python has printed it
     # One of multiprocessing is not printed yet; the last one may be of a notebook that has forked this process.
+    if (code := exit_code()) is not None:
+        return code != 0
     raised = sys.exc_info()[1]
     return raised.code not in (None, 0) if isinstance(raised, SystemExit) else raised is not None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from minato._compat import exit_code
 from minato._core.segment import Segment
 from minato._fork_safety import Loans, signals_deferred
 from minato._support.threads import at_end, ends_by_exception
@@ -172,7 +173,7 @@ class PoolClient:
         self._stay_no_longer()
         self._leave()
         # If an exception ends the process, the other ranks must notice.
-        if not self._fails:
+        if not (self._fails or exit_code()):
             self._send("bye", 0)
         self._closed = True
         self._close_if_unused()
