@@ -571,7 +571,9 @@ def test_an_observer_that_raises_is_switched_off(
     loader = DataLoader(Numbers(SIZE), BATCH, **WORKERS[workers])
     with pytest.warns(MinatoWarning, match="EpochLog of this loader is switched off") as told:
         assert torch.cat(list(loader)).tolist() == list(range(SIZE))
-    assert (len(told), broken.call_count) == (1, 1)
+    # Python 3.12 and later warn of forks beside threads; pytest has some.
+    of_ours = [each for each in told if issubclass(each.category, MinatoWarning)]
+    assert (len(of_ours), broken.call_count) == (1, 1)
 
 
 @pytest.mark.parametrize("method", METHODS)

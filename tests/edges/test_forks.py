@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,8 @@ FORK = multiprocessing.get_context("fork")
 PATIENCE_S = 60.0
 """For what never comes, however busy the machine."""
 N, BATCH, AT = 48, 4, 9
+STARTS_NO_THREAD = sys.version_info[:2] == (3, 13)
+"""The first of them take a thread that a forked child has from its parent for started: it cannot start it."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
@@ -334,7 +336,10 @@ def check_child(case: Case, journal: Journal, child: int) -> None:
         # Threads that a child has started for itself may run a sample until it ends.
         (result,) = [line for line in after if line[0] != "sample"]
         assert result[:2] == ["raised", "RuntimeError"]
-        assert result[2].startswith("this_iterator_and_its_workers_belong_to")
+        told = ("this_iterator_and_its_workers_belong_to",)
+        if case.kind == "thread" and STARTS_NO_THREAD:
+            told += ("thread_already_started",)
+        assert result[2].startswith(told)
     else:
         errors = {"SystemExit", "ValueError"}
         if case.place == "policy" or case.kind == "inline-reads":  # whose reads do not come
@@ -566,7 +571,12 @@ def of_sqlite(folder: Path) -> Lock:
         connection.execute("INSERT INTO rows VALUES (3, 9)")
     connection.close()
     source = SQLite(folder / "rows.db", "rows")
-    return source.connections._lock, lambda: source[0] == {"x": 9}
+
+    def works() -> bool:
+        with closing(source):  # or Python 3.13 warns
+            return source[0] == {"x": 9}
+
+    return source.connections._lock, works
 
 
 def of_consumers(folder: Path) -> Lock:

@@ -213,7 +213,7 @@ PLAIN: dict[str, Callable[[int], Any]] = {
     "dates of foreign order": lambda i: np.full(2, i, ">M8[s]"),
     "long doubles of foreign order": lambda i: np.full(2, i, ">g"),
     "scalar": lambda i: np.float32(i),
-    "dates": lambda i: np.array(["2020-01-01"], "M8[D]") + i,
+    "dates": lambda i: np.array(["2020-01-01"], "M8[D]") + np.timedelta64(i, "D"),
     "detection": lambda i: (torch.full((3, 2), i), {"boxes": torch.ones(i, 4), "labels": [i] * i}),
     "named": lambda i: Pair(torch.tensor(i), i),
     "row": lambda i: Row(i, [i, 2.5, True, None, b"x", 1j]),

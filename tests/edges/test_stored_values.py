@@ -76,6 +76,8 @@ def test_rows_of_one_key_are_not_merged_and_a_named_key_column_comes(tmp_path: P
     assert (goods.get(1), named.get(1)) == ({"price": 1.5}, {"id": 1, "price": 1.5})
     with pytest.raises(SourceError, match="2 rows with key 2"):
         goods.get(2)
+    for source in (goods, named):
+        source.close()  # or Python 3.13 warns
 
 
 # ---- Parquet --------------------------------------------------------------------------------

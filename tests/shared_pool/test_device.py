@@ -154,7 +154,8 @@ def test_memory_that_cannot_be_locked_is_copied_as_torch_does() -> None:
         loader = loader_of(recorder, Filled(30, 20, 30), persistent_workers=True)
         with pytest.warns(RuntimeWarning, match="operation not permitted.*as with torch") as warned:
             found = [indices_of(list(loader)) for _ in range(2)]
-        assert len(warned) == 1
+        # Python 3.12 and later warn of forks beside threads.
+        assert sum(issubclass(each.category, RuntimeWarning) for each in warned) == 1
         assert recorder.copies == []
         assert len(recorder.pageable) == 10
         return found
