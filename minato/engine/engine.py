@@ -265,7 +265,7 @@ class Engine(BatchSource):
         self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
-            self._failures.begin(epoch.size())
+            self._failures.begin(epoch.number, epoch.size())
         if epoch.readers is not None:
             self._host_readers(epoch.readers)
         if self._started and self.plan.spec.cache is not None and self.plan.spec.in_threads:

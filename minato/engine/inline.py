@@ -205,7 +205,7 @@ class InlineEngine(BatchSource):
         self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
-            self._failures.begin(epoch.size())
+            self._failures.begin(epoch.number, epoch.size())
         self._batch = self._tried = None
         self._position = 0
         self._is_entered = False  # the runner's randomness has this epoch's seed

@@ -37,6 +37,8 @@ _BEGINS = b'{"index":'
 _LONGEST_TEXT = 1 << 16
 """Of a message or traceback in the log, in characters."""
 _OUTCOMES = ("skipped", "substituted", "recovered", "raised")
+_OF_ODD_EPOCHS = {"skipped": "skipped in odd epochs", "substituted": "substituted in odd epochs"}
+"""Counts of their own: two epochs that run at a time follow each other."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class FailureLog:
             )
             path, descriptor = None, anonymous_log()
         self._file, self._path = OwnDescriptor(descriptor), path
-        self._counters = Counters(*_OUTCOMES, "unrecorded", "retries")
+        self._counters = Counters(*_OUTCOMES, *_OF_ODD_EPOCHS.values(), "unrecorded", "retries")
 
     @staticmethod
     def check(path: str) -> None:
@@ -133,7 +135,10 @@ class FailureLog:
             self._write(failure.record(outcome))
         except Exception as error:
             self._note_unrecorded(error)
-        self._counters.add(**{outcome: 1, "retries": max(failure.attempts - 1, 0)})
+        by = {outcome: 1, "retries": max(failure.attempts - 1, 0)}
+        if failure.epoch % 2 and outcome in _OF_ODD_EPOCHS:
+            by[_OF_ODD_EPOCHS[outcome]] = 1
+        self._counters.add(**by)
 
     def _note_unrecorded(self, error: Exception) -> None:
         first = not self.counts()["unrecorded"]
@@ -173,7 +178,7 @@ class FailureLog:
         return self._counters.snapshot()
 
     def counts(self) -> dict[str, int]:
-        """Failures by outcome, those without a line (``unrecorded``), and the number of retries."""
+        """Failures by outcome, also of odd epochs, those without a line (``unrecorded``), and the number of retries."""
         return self._counters.by_name()
 
     def size(self) -> int:
@@ -335,19 +340,24 @@ class FailureCount:
     def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
         self._log, self._budget, self._path = log, budget, path
         self.totals: Counter[str] = Counter()
+        self._of_odd = dict.fromkeys(_OF_ODD_EPOCHS, 0)
         self.retries = 0
-        self._begin_of_epoch: Counter[str] = Counter()
+        self._epoch: int | None = None
+        self._before: dict[str, int] = {}  # failures of earlier epochs
+        self._before_next: dict[str, int] = {}
         self._state = b""
         self._begin_size = 0  # of the log
         self._size: int | None = None
         self._exceeded = self._warned = False
         self.finished = 0
 
-    def begin(self, size: int | None) -> None:
-        """Start an epoch of ``size`` samples; None: unknown."""
+    def begin(self, epoch: int, size: int | None) -> None:
+        """Start an epoch of ``size`` samples; None: unknown. Some may have failed since the epoch before it began."""
         self.look()
         self._begin_size = self._log.size()
-        self._begin_of_epoch = self.totals.copy()
+        follows = epoch - 1 == self._epoch
+        self._before = self._before_next if follows else self._failed(epoch)
+        self._epoch, self._before_next = epoch, self._failed(epoch + 1)
         self._size = size
         self._exceeded = self._warned = False
         self.finished = 0
@@ -357,7 +367,7 @@ class FailureCount:
         self.look()
         if self._budget is None or self._exceeded:
             return
-        failed = self._of_epoch("skipped") + self._of_epoch("substituted")
+        failed = sum(self._of_epoch())
         budget = self._budget
         if budget < 1:
             budget *= max(self.finished, _LEAST) if self._size is None else self._size
@@ -376,7 +386,7 @@ class FailureCount:
     def end(self) -> None:
         """Warn at the end of an epoch of skipped and substituted samples; raises ErrorBudgetError as ``check``."""
         self.check()
-        skipped, substituted = self._of_epoch("skipped"), self._of_epoch("substituted")
+        skipped, substituted = self._of_epoch()
         if (skipped or substituted) and not self._warned:
             self._warned = True
             warn(
@@ -392,10 +402,18 @@ class FailureCount:
         self._state = state
         counts = self._log.counts()
         self.retries = counts.pop("retries")
+        self._of_odd = {outcome: counts.pop(name) for outcome, name in _OF_ODD_EPOCHS.items()}
         self.totals = Counter(counts)
 
-    def _of_epoch(self, outcome: str) -> int:
-        return self.totals[outcome] - self._begin_of_epoch[outcome]
+    def _failed(self, epoch: int) -> dict[str, int]:
+        """Samples that were skipped and substituted in all epochs that are odd if this one is, else in all others."""
+        odd = self._of_odd
+        return odd if epoch % 2 else {name: self.totals[name] - odd[name] for name in odd}
+
+    def _of_epoch(self) -> list[int]:
+        """Samples of this epoch that were skipped and substituted."""
+        failed = {} if self._epoch is None else self._failed(self._epoch)
+        return [number - self._before[outcome] for outcome, number in failed.items()]
 
     def _where(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -367,6 +368,25 @@ def test_error_budget(workers: dict[str, Any], budget: float, enough: bool) -> N
             with pytest.raises(minato.ErrorBudgetError, match=f"max_failures={budget} .*is torn"):
                 list(iterator)
             assert list(iterator) == []
+
+
+def test_failures_of_the_next_epoch_are_not_those_of_this_one() -> None:
+    policy = ErrorPolicy(on_error="skip", max_failures=8)
+    options: dict[str, Any] = {"workers": "thread", "persistent_workers": "next_epoch"}
+    loader = DataLoader(Flawed(), 4, num_workers=2, errors=policy, **options)
+    for failed in (8, 16, 24):
+        iterator = iter(loader)
+        for _ in range(9):  # of ten
+            next(iterator)
+        # The next epoch has begun.
+        wait_until(functools.partial(_skips_more, loader, failed))
+        next(iterator)
+        with pytest.warns(minato.MinatoWarning, match="^8 samples of this epoch were skipped"):
+            assert list(iterator) == []
+
+
+def _skips_more(loader: DataLoader[Any], than: int) -> bool:
+    return loader.report().run.errors.skipped > than
 
 
 @pytest.mark.parametrize(
