@@ -325,6 +325,7 @@ class EpochLog(Observer):
 
     def finish(self) -> None:
         if self._current is not None:
+            self.fail()  # the loop has waited for the end, too
             calls = self._current.calls
             calls.wall_ns = now_ns() - calls.began_ns
             self._current.finished = True

@@ -214,6 +214,20 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
     assert journal.totals().counts["waited_ns"] == waited
 
 
+def test_the_call_that_finds_the_end_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 1
+    monkeypatch.setattr("minato.observe.epoch_log.now_ns", lambda: now_ns)
+    journal, source = EpochLog(), MetricsSource()
+    epoch(journal, source, 0, 1)
+    now_ns += 3
+    journal.enter()
+    now_ns += 50
+    journal.finish()
+    (record,) = journal.records()
+    assert (record.waited_ns, record.calls.wall_ns) == (50, 53)
+    assert journal.totals().waited_ns == 50
+
+
 @each
 @pytest.mark.parametrize("measured", [False, True])
 def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured: bool) -> None:
