@@ -101,7 +101,9 @@ class Throughput:
 class Workers:
     """How the workers spent their time."""
 
-    count: int = _figure("workers", "active now; 0: the training process itself")
+    count: int = _figure(
+        "workers", "active now; with num_workers=0 one, the training process itself"
+    )
     fewest: int = _figure("workers", "active at a time, with num_workers='auto'")
     most: int = _figure("workers", "active at a time")
     busy_s: float = _figure("s", "of all together; divided by wall_s: workers busy at a time")

@@ -260,32 +260,35 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         speedup = costs.speedup(now, work)
         return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
-        evidence = (
-            f"Busy workers use a core for {_percent(on_core)} of their time; there are {setup.cores:g}: "
-            "more can run."
-        )
+        evidence = ""
         if in_cluster:
             evidence = "Workers run in a cluster, which can run more of them if it has free cores."
+        elif workers.on_core_share:  # else it is not known
+            evidence = (
+                f"Busy workers use a core for {_percent(on_core)} of their time; there are {setup.cores:g}: "
+                "more can run."
+            )
         largest, per_rank = _largest(run), math.ceil(wanted / setup.ranks)
         speedup = costs.speedup(wanted, start_factor=wanted / now)
         summary, advice = "There are too few workers.", f"num_workers={per_rank}."
         changes, stage = {"num_workers": per_rank}, "" if largest is None else largest.name
-        return Verdict("workers", summary, (evidence,), advice, changes, speedup, stage)
-    return _dearest_stage(setup, run, costs)
+        told = (evidence,) if evidence else ()
+        return Verdict("workers", summary, told, advice, changes, speedup, stage)
+    return _dearest_stage(setup, run, costs, crowded)
 
 
 def _largest(run: Period) -> Stage | None:
     return max(run.stages, key=lambda stage: stage.share, default=None)
 
 
-def _dearest_stage(setup: Setup, run: Period, costs: _Costs) -> Verdict:
+def _dearest_stage(setup: Setup, run: Period, costs: _Costs, crowded: bool) -> Verdict:
     """More workers would not help: the stage that takes most of their time would."""
     largest = _largest(run)
     if largest is None:
         return Verdict("unknown", "The workers are the bottleneck.")
     stage = largest.name
     evidence: tuple[str, ...] = ()
-    if setup.worker_method != "ray":
+    if crowded:
         evidence = (f"More workers would not help: {setup.cores:g} cores are in use.",)
     summary = {
         "source": "The bottleneck is the work of dataset[i].",

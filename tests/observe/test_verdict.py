@@ -146,6 +146,18 @@ def test_photographs_that_pil_decodes(largest: str) -> None:
         assert (words in found.advice) == (largest != "collate")
 
 
+def test_what_is_said_of_cores_is_known() -> None:
+    assert "use a core for 1 %" in verdict().evidence[0]
+    # Without workers, calls that load a whole batch or read items are not timed by cores.
+    unknown = verdict({"num_workers": 0}, busy_s=9.0, workers=1, on_core=0.0)
+    assert (unknown.changes, unknown.evidence) == ({"num_workers": 8}, ())
+    crowded = verdict(on_core=0.9, cores=1.0)
+    assert crowded.evidence == ("More workers would not help: 8 cores are in use.",)
+    # As many as this machine is meant to run, all of which wait.
+    enough = verdict({"num_workers": 32}, workers=32, busy_s=320.0)
+    assert (enough.bottleneck, enough.evidence) == ("transform", ())
+
+
 def test_times_and_rates_have_no_exponent() -> None:
     values = (0.0, 0.0123, 48.123, 999.6, 16612.0)
     assert list(map(digits, values)) == ["0", "0.0123", "48.1", "1000", "16600"]
