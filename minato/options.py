@@ -586,9 +586,9 @@ class ErrorPolicy(_Group):
             traceback, outcome. Default: none.
         sample_timeout: Seconds that a sample may take before its worker process is ended and replaced. The sample then
             fails with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The limit also holds for a
-            call of ``collate_fn`` and for ``worker_init_fn``, which raise after ``retries`` more tries. It holds for
-            each call of the iterator of an iterable dataset, too, whose reader is read again, twice at most. Default:
-            none.
+            call of ``__getitems__``. It holds for ``worker_init_fn`` and for a call of ``collate_fn``, too, which raise
+            after ``retries`` more tries. It holds for each call of the iterator of an iterable dataset, whose reader is
+            read again, twice at most. Default: none.
         on_worker_death: What happens when a worker process dies. ``"restart"``: another replaces it, its samples are
             loaded again, and a warning says so; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at
             once, as always with ``compat="torch"`` and map-style datasets that have a state, whose workers hold state

@@ -167,7 +167,13 @@ class Engine(BatchSource):
         if limit_s is not None and context.stacks is not None:
             watchdog = SampleWatchdog(self.ledger, limit_s, context.stacks)
         return WorkerRecovery(
-            self.ledger, context, self._current_work, restart_policy, self._wait_stats, watchdog
+            self.ledger,
+            context,
+            self._current_work,
+            restart_policy,
+            self._wait_stats,
+            self._state.suspects,
+            watchdog,
         )
 
     def _observe(self, track: Track | None) -> Observers:

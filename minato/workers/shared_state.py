@@ -34,6 +34,7 @@ __all__ = [
     "SharedLayout",
     "SharedReadLimit",
     "SharedState",
+    "Suspects",
 ]
 
 _WORDS_NBYTES = SharedWords.nbytes(1)
@@ -133,6 +134,24 @@ class SharedReadLimit:
         self._in_flight.store(number, self._in_flight.load(number) - count)
 
 
+class Suspects:
+    """Batches in whose call for all samples a worker has ended: these run one by one, so that one can be blamed.
+
+    It takes ``SharedReadLimit.nbytes(workers)`` from ``offset`` on, a multiple of 8, of memory that every party maps;
+    zeros: there is none. For each worker one batch is known, by the position of its first sample.
+    """
+
+    def __init__(self, buffer: Memory, offset: int, workers: int) -> None:
+        self._words, self._workers = SharedWords(buffer, offset, workers), range(workers)
+
+    def add(self, number: int, first: int) -> None:
+        """Note that worker ``number`` has ended in a call for a batch."""
+        self._words.store(number, first + 1)
+
+    def __contains__(self, first: int) -> bool:
+        return any(self._words.load(number) == first + 1 for number in self._workers)
+
+
 class SharedLayout(NamedTuple):
     """A segment and the sizes of its parts (ledger, and those of ``offsets``); travels to worker processes."""
 
@@ -144,11 +163,12 @@ class SharedLayout(NamedTuple):
 
     @property
     def offsets(self) -> list[int]:
-        """Where meters, active workers, read limit, handover and board begin, and the last one ends."""
+        """Where meters, active workers, read limit, suspects, handover and board begin, and the last one ends."""
         sizes = (
             self.ledger_nbytes,
             self.num_workers * Meters.nbytes(self.num_steps),
             ActiveWorkers.NBYTES,
+            SharedReadLimit.nbytes(self.num_workers),
             SharedReadLimit.nbytes(self.num_workers),
             Handover.NBYTES,
             ReaderBoard.nbytes(self.num_readers),
@@ -167,8 +187,9 @@ class SharedState:
         self.layout, self._ledger = layout, ledger
         self.ready = EventCount(memory, READY_EVENTS_OFFSET)
         self.work = EventCount(memory, WORK_EVENTS_OFFSET)
-        _, active, self._reads_offset, handover, board, _ = layout.offsets
+        _, active, self._reads_offset, suspects, handover, board, _ = layout.offsets
         self.active = ActiveWorkers(memory, active, self.work)
+        self.suspects = Suspects(memory, suspects, layout.num_workers)
         self.handover = Handover(memory, handover)
         self.board = ReaderBoard(memory, board, layout.num_readers)
         self._meters: dict[int, Meters] = {}

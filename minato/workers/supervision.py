@@ -38,7 +38,7 @@ from minato.scheduling.dispatcher import STOPPED_S, ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.error_policy import SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
-from minato.workers.shared_state import Collation, CurrentSample, CurrentWork
+from minato.workers.shared_state import Collation, CurrentSample, CurrentWork, Suspects
 from minato.workers.worker_process import WorkerContext
 
 __all__ = [
@@ -280,6 +280,7 @@ class WorkerRecovery:
     current_work: CurrentWork
     restart_policy: RestartPolicy
     wait_stats: ConsumerWait
+    suspects: Suspects
     watchdog: SampleWatchdog | None = None
 
     def __post_init__(self) -> None:
@@ -322,7 +323,8 @@ class WorkerRecovery:
             )
             attempts = 0 if sample is None else self.restart_policy.deaths_on(sample)
         # The worker may have written that sample before it died.
-        if error and sample and self.ledger.is_unfinished(number, sample.position):
+        is_lost = error and sample and self.ledger.is_unfinished(number, sample.position)
+        if error and sample and is_lost and not self._was_in_list(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
         if self.watchdog is not None:
@@ -337,6 +339,16 @@ class WorkerRecovery:
         workers = range(self.context.plan.most_workers)
         samples = sum(self.ledger.activity(number).samples for number in workers)
         return self.wait_stats.delivered + samples
+
+    def _was_in_list(self, number: int, position: int) -> bool:
+        """Whether any sample of a batch may be the cause, in a call for all of them; they run one by one then."""
+        policy, record = self.context.policy, self.ledger.describe(self.ledger.locate(position)[0])
+        if not self.context.plan.takes_lists or position != record.first or record.count == 1:
+            return False
+        if policy is None or policy.on_error == "raise" or position in self.suspects:
+            return False
+        self.suspects.add(number, position)
+        return True
 
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
         """Treat a sample as its worker does if the sample raises ``error``."""

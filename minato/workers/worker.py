@@ -208,7 +208,7 @@ class Worker:
         done = self._run_rows(first + k, epoch, indices) if self._takes_rows else 0
         if done and done == count:
             pass  # they are in their places
-        elif whole and (fetcher.takes_lists or not indices):
+        elif whole and self._runs_together(first, given):
             fetch = fetcher.many if fetcher.takes_lists else list
             self.run_list(fetch, batch, record, given)
         elif bound:
@@ -216,6 +216,12 @@ class Worker:
             self.writer.deliver(batch, k, indices, samples, error, whole=whole)
         else:
             self.run_free(first + k + done, epoch, indices[done:])
+
+    def _runs_together(self, first: int, given: Sequence[object]) -> bool:
+        """Whether one call is for all samples of a batch, where no worker has ended in it."""
+        divisible = type(given) in LISTS and len(given) > 0
+        together = self.fetcher.takes_lists or not len(given)
+        return together and not (divisible and first in self._shared.suspects)
 
     def end_lease(self, samples: int, started_ns: int) -> int:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
@@ -554,7 +560,8 @@ class ConcurrentWorker(Worker):
         """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
         record = self.ledger.describe(claimed.batch)
         given = self.read_indices(claimed.batch, claimed.k, claimed.count)
-        if claimed.count == record.count and len(given):
+        whole = claimed.count == record.count and len(given) > 0
+        if whole and self._runs_together(record.first, given):
             self._queue(Read(given, record.epoch, None, claimed), record.first)
         else:
             self.run_lease(claimed)

@@ -593,6 +593,22 @@ def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path
     assert (records[9]["attempts"], records[9]["outcome"]) == (3, "skipped")
 
 
+class StuckLists(Stuck):
+    """The same, for a batch in one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_of_a_batch_in_one_call_only_the_cause_is_skipped(order: str, tmp_path: Path) -> None:
+    policy = ErrorPolicy(on_error="skip", sample_timeout=2, log=tmp_path / "log")
+    loader = DataLoader(StuckLists(set()), 20, num_workers=1, order=order, errors=policy)
+    found = flat(indices(loader))
+    assert sorted(found) == sorted(set(range(40)) - {5, 9})
+    assert {record["index"] for record in records_of(tmp_path / "log")} == {5, 9}
+
+
 def test_a_stuck_sample_is_an_error_by_default() -> None:
     dataset = Stuck(set())
     dataset.deadly = False
