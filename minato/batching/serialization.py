@@ -15,6 +15,7 @@ import numpy as np
 from minato._core import Ledger
 from minato._core.segment import Segment
 from minato._support.items import Item
+from minato._support.objects import nbytes_of
 from minato._support.pickling import Purpose, dumps
 from minato._support.values import text_of
 
@@ -174,7 +175,10 @@ def _spanning(lease: np.ndarray, memory: np.ndarray) -> memoryview:
 
 
 class LocalStore(Store):
-    """Passes objects by reference, for workers in this process: ``peek`` gives the object itself, too."""
+    """Passes objects by reference, for workers in this process: ``peek`` gives the object itself, too.
+
+    ``put`` returns about how many bytes a batch has, which no slot holds.
+    """
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment)
@@ -187,7 +191,7 @@ class LocalStore(Store):
     ) -> tuple[int, int]:
         offset = next(self._offsets)
         self._values[offset] = value
-        return offset, 0
+        return offset, nbytes_of(value) if purpose == "result" else 0
 
     def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
         return self._values[offset]

@@ -373,7 +373,7 @@ class Engine(BatchSource):
         if item.records is None:
             item.records = [*self._state_of(item), *self._dispatcher.records(item)]
         if not item.is_prepared:
-            used_bytes = self.ledger.describe(item.record).used_nbytes
+            used_bytes = self._dispatcher.nbytes(item)
             self._dispatcher.read(item, used_bytes)
             self._dispatcher.discard(item)
             self._prepare_workers(item)

@@ -82,7 +82,7 @@ class Throughput:
     samples: int = _figure(
         "samples", "in them, without those skipped; of a stream, those requested"
     )
-    nbytes: int = _figure("bytes", "in them; 0: batches are pickled")
+    nbytes: int = _figure("bytes", "in them; 0: they are objects whose size is not known")
     batches_per_s: float = _figure("per s", "with the time of your own step")
     samples_per_s: float = _figure("per s", "with the time of your own step")
     bytes_per_s: float = _figure(

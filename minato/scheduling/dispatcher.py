@@ -378,6 +378,11 @@ class Dispatcher:
         self._lacks_samples = True
         return True
 
+    def nbytes(self, item: OpenBatch) -> int:
+        """Bytes of a batch in its slot; of one that a thread hands over as an object, about those of the object."""
+        record = self._ledger.describe(item.record)
+        return record.used_nbytes or record.result_nbytes
+
     def read(self, item: OpenBatch, batch_bytes: int) -> None:
         """Record that a batch was read, and its slot leased or released."""
         if self._tracer.enabled:
@@ -435,7 +440,7 @@ class Dispatcher:
         """Allow more batches; False if the limit stays."""
         if not self._window.batch_bytes and self._open:
             # The first batch of an iterator may be the slow one, with complete ones behind it.
-            sizes = (self._ledger.describe(item.record).used_nbytes for item in self._open)
+            sizes = (self.nbytes(item) for item in self._open)
             self._window.expect(max(sizes))
         return self._window.grow()
 

@@ -242,6 +242,18 @@ def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str,
     assert [each.category for each in caught].count(MinatoWarning) == 1
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "collate"), [(None, None), (2, list), (2, lambda samples: {"rows": samples})]
+)
+def test_batches_that_threads_hand_over_as_objects_count(batch_size: Any, collate: Any) -> None:
+    options = {"batch_size": batch_size, "collate_fn": collate, "memory_budget": 1000}
+    loader = DataLoader(Filled(200, 1000), num_workers=2, workers="thread", **options)
+    with pytest.warns(RuntimeWarning, match="memory_budget=1000.*one at a time"):
+        assert sum(1 for _ in loader) == 200 // (batch_size or 1)
+    assert loader.metrics()["batch_bytes_total"] == 200 * 4000
+    assert loader.report().run.prefetch_window.memory_bytes >= 4000 * (batch_size or 1)
+
+
 class Large(Held):
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
         return torch.full((MEGABYTE // 16,), float(super().__getitem__(index)))
