@@ -31,6 +31,7 @@ from minato._support.values import message_of, printable
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader, torch_arguments
 from minato.observe.text import format_value
+from minato.options import CostBatches
 
 __all__ = ["main"]
 
@@ -170,9 +171,10 @@ def _warm_up() -> None:
 
 
 def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
-    if loader.transforms is not None:
+    arguments = torch_arguments(loader, own=False)
+    if loader.transforms is not None or isinstance(arguments.get("batch_size"), CostBatches):
         return None
-    return TorchDataLoader(**torch_arguments(loader, own=False))
+    return TorchDataLoader(**arguments)
 
 
 def _timed(loader: Iterable[object], batches: int | None, step_s: float) -> float:

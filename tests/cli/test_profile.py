@@ -16,6 +16,7 @@ from tests.subprocesses import TIMEOUT_S, environment, in_session
 
 LOADERS = """
 import time
+import minato
 import torch
 from minato import DataLoader
 
@@ -38,6 +39,9 @@ def mine():
 
 def transformed():
     return DataLoader(Sleepy(), 4, transforms=[float])
+
+def measured():
+    return DataLoader(Sleepy(), minato.CostBatches(4, lambda sample: 1), collate_fn=list)
 
 def stream():
     return torch.utils.data.DataLoader(Stream(), 4, drop_last=True)
@@ -118,6 +122,15 @@ def test_a_busy_machine_is_named(
     monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
     assert main(["profile", f"{loaders}:mine", "--batches", "2"]) == 0
     assert ("compare again" in capsys.readouterr().out) == warns
+
+
+def test_batches_by_cost_are_minatos_alone(
+    loaders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", f"{loaders}:measured", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["comparison_s"]) == {"minato"}
+    assert told["run"]["throughput"]["batches"] == 12
 
 
 def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
