@@ -99,6 +99,7 @@ class Inspector:
             uses_pil=uses_pil([spec.dataset, *spec.transforms.steps]),
             ranks=1 if self._session is None else len(self._session.ranks),
             reader_ranks=spec.sampling.dealt[1],
+            is_stream=spec.sampling.streams,
         )
 
     def live(self) -> Live:

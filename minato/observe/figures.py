@@ -286,6 +286,7 @@ class Setup:
     reader_ranks: int = _figure(
         "ranks", "among which the readers are dealt; the number given to readers= is of all of them"
     )
+    is_stream: bool = _figure("yes or no", "whether the dataset is iterable")
 
 
 @dataclass(frozen=True)

@@ -270,10 +270,15 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
             )
         largest, per_rank = _largest(run), math.ceil(wanted / setup.ranks)
         speedup = costs.speedup(wanted, start_factor=wanted / now)
-        summary, advice = "There are too few workers.", f"num_workers={per_rank}."
+        summary, advice = "There are too few workers.", f"num_workers={per_rank}"
+        if setup.is_stream and setup.readers is None:  # each worker reads, as with torch
+            advice += (
+                ", if the dataset divides itself by get_worker_info(); else readers=1, too, and move work from its "
+                "iterator to transforms="
+            )
         changes, stage = {"num_workers": per_rank}, "" if largest is None else largest.name
         told = (evidence,) if evidence else ()
-        return Verdict("workers", summary, told, advice, changes, speedup, stage)
+        return Verdict("workers", summary, told, f"{advice}.", changes, speedup, stage)
     return _dearest_stage(setup, run, costs, crowded)
 
 

@@ -32,7 +32,7 @@ from tests.datasets import Filled, Numbers, Sleepy, Stream
 
 SETUP = Setup(
     *(2, "process", "strict", True, 8, 1, True, None, False),
-    *(False, None, False, 8.0, "numbers", False, 1, 1),
+    *(False, None, False, 8.0, "numbers", False, 1, 1, False),
 )
 
 
@@ -97,6 +97,17 @@ def test_too_few_workers() -> None:
     pooled = verdict({"ranks": 5})
     assert (pooled.changes, pooled.speedup) == ({"num_workers": 5}, found.speedup)
     assert "num_workers=5" in pooled.advice
+
+
+def test_more_workers_of_a_stream_divide_it() -> None:
+    stream = {"is_stream": True, "may_fetch_more": False}
+    for num_workers in (0, 2):
+        found = verdict({**stream, "num_workers": num_workers}, workers=max(num_workers, 1))
+        assert found.bottleneck == "workers"
+        assert "if the dataset divides itself by get_worker_info()" in found.advice
+    given = verdict({**stream, "readers": 2}, parts=stages(dataset=0.2, Crop=0.8))
+    assert given.bottleneck == "workers"
+    assert "get_worker_info" not in given.advice
 
 
 def test_workers_that_need_cores_are_no_more_than_these() -> None:
