@@ -352,7 +352,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 f"{type(self.sampler).__name__} is not: shuffle with seed=, use a SequentialSampler or a "
                 "DistributedSampler, or give True"
             )
-        self._set_collate(self.collate_fn)
+        if self._transforms.steps:
+            self.collate_fn = self.collate_fn
         self._history = self._fresh_history()
         check_platform(
             worker_processes=self.num_workers > 0 and options.worker_kind == "process",
@@ -686,16 +687,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if attr == "multiprocessing_context":
                 given = vars(self).get("workers", self._options.workers)
                 self._options = self._options.in_context(given, _starts_threads(val))
-            if attr == "collate_fn":
-                self._set_collate(val)
-                return
+            ours = issubclass(type(val), TransformingCollate)
+            if attr == "collate_fn" and self._transforms.steps and not ours:
+                # Others take the attribute for a loader of their own, which then transforms samples as this one.
+                val = TransformingCollate(self._transforms, cast(Any, val), is_batched(self))
         super().__setattr__(attr, val)
-
-    def _set_collate(self, collate_fn: Any) -> None:
-        """Set the attribute that others take for a loader of their own, which then transforms samples as this one."""
-        if self._transforms.steps and not issubclass(type(collate_fn), TransformingCollate):
-            collate_fn = TransformingCollate(self._transforms, collate_fn, is_batched(self))
-        vars(self)["collate_fn"] = collate_fn
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_made(self):

@@ -256,6 +256,28 @@ def test_other_attributes_may_be_changed_between_passes(name: str) -> None:
     same_for_both(case)
 
 
+@pytest.mark.parametrize("own", [{}, {"transforms": [str]}], ids=["plain", "transforms"])
+def test_a_collate_fn_that_a_subclass_keeps_elsewhere_may_be_changed(own: Any) -> None:
+    def case(make: Any) -> Any:
+        class Keeping(make):  # type: ignore[misc]
+            @property
+            def collate_fn(self) -> Any:
+                return self.kept
+
+            @collate_fn.setter
+            def collate_fn(self, value: Any) -> None:
+                self.kept = value
+
+        given = own if make is minato.DataLoader else {}
+        loader = Keeping(FOUR if given else [*map(str, FOUR)], 2, **given)
+        found = [*loader]
+        loader.collate_fn = "".join
+        assert "collate_fn" not in vars(loader)
+        return found, [*loader]
+
+    same_for_both(case)
+
+
 @AS_TORCH_IS_NOW
 @TORCH_IS_UNTIDY
 @pytest.mark.parametrize(
