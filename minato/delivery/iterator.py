@@ -280,7 +280,9 @@ class BatchIterator(TorchIterator):
         return self._given, batch
 
     def _next_data(self) -> Any:
-        # torch's __next__ calls this method.
+        # torch's __next__ calls this method; programs do, too.
+        if not is_owned(self._turn):
+            return next(self)
         self._given = given = self._next_given()
         if given.error is not None:
             raise given.error

@@ -486,7 +486,8 @@ def iterator_side(base: Any, workers: int) -> Any:
     iterator = iter(base(Numbers(5), 2, num_workers=workers))
     next(iterator)
     seen = len(iterator), iterator._num_yielded, isinstance(iterator, _BaseDataLoaderIter)
-    return seen, iter(iterator) is iterator, hasattr(iterator, "_workers"), plain(iterator)
+    rest = [iterator._next_data().tolist(), *plain(iterator)]
+    return seen, iter(iterator) is iterator, hasattr(iterator, "_workers"), rest
 
 
 @pattern("a patched iterator base")
