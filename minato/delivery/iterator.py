@@ -156,6 +156,11 @@ class BatchIterator(TorchIterator):
             source.pin_slots(self._locker)
         return source
 
+    def _renew_source(self) -> None:
+        if self._source is not None:
+            self._source.shut_down()
+        self._source = self._made_source()
+
     def _begin(self) -> None:
         assert self._source is not None
         self._is_untouched = True  # no batch of the epoch was asked for
@@ -172,6 +177,8 @@ class BatchIterator(TorchIterator):
         self._epoch = self._epochs.begin(loader)
         super()._reset(loader, first_iter)
         self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
+        if self._source is None or not self._persistent_workers:
+            self._renew_source()  # its workers have ended, or will do so with the epoch that they began
         self._begin()
 
     def _in_turn(self, function: Callable[[], object]) -> None:
@@ -192,8 +199,7 @@ class BatchIterator(TorchIterator):
             self._epoch = epoch
             self._base_seed = epoch.set_base_seed(int(self._base_seed))
             if self._reads_anew(epoch):
-                self._source.shut_down()  # its workers may also have ended with the epoch that they began
-                self._source = self._made_source()
+                self._renew_source()  # its workers may also have ended with the epoch that they began
             self._begin()
         self._is_untouched = False
 

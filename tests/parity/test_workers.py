@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 import minato
 from minato.workers import supervision
-from tests.datasets import Held, Numbers, Roll, Sleepy, flat, wait_until
+from tests.datasets import Held, Numbers, Parts, Roll, Sleepy, flat, wait_until
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
     TorchLoader,
@@ -266,6 +266,40 @@ def test_iterator_of_persistent_workers_begins_anew(workers: Any, own: Any) -> N
         return seen
 
     same_for_both(case, **own)
+
+
+@each
+@pytest.mark.parametrize("persistent", [False, True])
+def test_iterator_that_the_program_resets_begins_anew(
+    persistent: bool, workers: Any, own: Any
+) -> None:
+    persists = persistent and workers["num_workers"] > 0
+
+    def case(make: Any) -> Any:
+        loader = make(Numbers(7), 2, shuffle=True, persistent_workers=persists, **workers)
+        iterator = iter(loader)
+        seen = [next(iterator)]
+        for stop in (1, 9):
+            iterator._reset(loader)
+            seen += [batch for batch, _ in zip(iterator, range(stop), strict=False)]
+        return seen
+
+    same_for_both(case, **own)
+
+
+@each
+@pytest.mark.parametrize("dataset", [Numbers(7), Parts(7)], ids=["numbers", "stream"])
+def test_iterator_may_be_reset_at_any_batch_and_at_its_end(
+    dataset: Any, workers: Any, own: Any
+) -> None:
+    # With torch a stream without workers continues, and workers that have ended are waited for.
+    loader = minato.DataLoader(dataset, 2, **workers, **own)
+    iterator = iter(loader)
+    whole = flat(iterator)
+    for stop in (9, 1, 9):
+        iterator._reset(loader)
+        taken = [batch for batch, _ in zip(iterator, range(stop), strict=False)]
+        assert flat(taken) == whole[: 2 * stop]
 
 
 # ---- all at once ----------------------------------------------------------------------------
