@@ -20,6 +20,18 @@ from minato._support.counters import shared_integers
 ORDERS = ("strict", "batch", "arrival", "fast_first")
 
 
+def _torch_takes_bools() -> bool:
+    try:
+        torch.as_tensor([np.bool_(True)])
+    except TypeError:
+        return False
+    return True
+
+
+TORCH_TAKES_BOOLS = _torch_takes_bools()
+"""Whether torch makes tensors of NumPy's bools: torch 2.8 does not with NumPy 2.3, where minato still does."""
+
+
 def late_by(order: str, max_lag: int) -> Any:
     """A value of ``order`` by which samples are late by at most ``max_lag`` batches, where they can be late."""
     return {"arrival": Arrival, "fast_first": FastFirst}.get(order, lambda _: order)(max_lag)

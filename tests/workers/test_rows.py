@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from minato import DataLoader, Observe
 from minato.batching.layout import Layout, has_rows, rows_of
-from tests.datasets import ORDERS, assert_same, flat
+from tests.datasets import ORDERS, TORCH_TAKES_BOOLS, assert_same, flat
 from tests.observe.events import check_nesting, read
 from tests.selection import sweep
 
@@ -52,7 +52,11 @@ SHAPES = [
     *itertools.product([array], NUMPY_DTYPES, [(), (2,)]),
 ]
 DATASETS: dict[str, Any] = {
-    **{f"{of.__name__} {dtype} {shape}": of(dtype, *shape) for of, dtype, shape in SHAPES},
+    **{
+        f"{of.__name__} {dtype} {shape}": of(dtype, *shape)
+        for of, dtype, shape in SHAPES
+        if (dtype, shape) != ("bool", ()) or TORCH_TAKES_BOOLS
+    },
     "requires a gradient": tensor(torch.float32, 2).requires_grad_(),
     "columns": tensor(torch.float32, COUNT).T,
     "channels last": tensor(torch.float32, 3, 4, 5).permute(0, 2, 3, 1),
