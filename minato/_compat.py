@@ -523,9 +523,11 @@ def exit_code() -> object:
     return _exit_codes[-1] if _exit_codes else None
 
 
-with suppress(RuntimeError):  # this process ends already
-    # Threading calls it at the end of _bootstrap().
-    getattr(threading, "_register_atexit", id)(lambda: _exit_codes.append(exit_code()))
+def watch_exit_code() -> None:
+    """Have :func:`exit_code` know it, too, once the function is over that runs a process of multiprocessing."""
+    with suppress(RuntimeError):  # this process ends already
+        # Threading calls it at the end of _bootstrap().
+        getattr(threading, "_register_atexit", id)(lambda: _exit_codes.append(exit_code()))
 
 
 def in_starting_child() -> bool:

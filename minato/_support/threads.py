@@ -12,7 +12,7 @@ from multiprocessing import parent_process, util
 from threading import Thread
 from types import BuiltinFunctionType
 
-from minato._compat import exit_code
+from minato._compat import exit_code, watch_exit_code
 
 __all__ = ["at_end", "ends_by_exception", "exiting", "living", "start_thread", "threads_are_real"]
 
@@ -68,6 +68,7 @@ def at_end(function: Callable[[], object]) -> Callable[[], object]:
     if parent_process() is None:
         atexit.register(function)
         return partial(atexit.unregister, function)
+    watch_exit_code()
     return util.Finalize(None, function, exitpriority=_BEFORE_DAEMONS).cancel
 
 
