@@ -691,7 +691,7 @@ class SharedPool(_Group):
 
 
 class FetchReport(NamedTuple):
-    """Counts of reads, of all workers and epochs.
+    """Counts of reads, of all workers and epochs; none where a worker reads one sample after the other.
 
     Attributes:
         reads: Samples that were requested, each counted once.
@@ -732,6 +732,11 @@ class FetchOptions(_Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hedge_percentile is not None and self.concurrency == 1:
+            raise ValueError(
+                f"hedge_percentile={self.hedge_percentile} requests a read again while it is in flight, and "
+                "concurrency=1 allows each worker one: give 2 or more"
+            )
         object.__setattr__(self, "counters", Counters(*FetchReport._fields))
 
     @classmethod
@@ -1186,6 +1191,11 @@ def _check_fetching(options: Options, is_stream: bool) -> None:
         raise ValueError(
             f"max_in_flight={fetch.max_in_flight} reads are fewer than {most_workers} workers, each of which may have "
             "one in flight: use fewer workers"
+        )
+    if fetch.hedge_percentile is not None and fetch.max_in_flight == max(most_workers, 1):
+        raise ValueError(
+            f"hedge_percentile={fetch.hedge_percentile} requests a read again while it is in flight, and max_in_flight="
+            f"{fetch.max_in_flight} allows each worker one: raise it"
         )
     if not fetch.at_once and fetch.slow_start is None:
         return

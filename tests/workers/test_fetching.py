@@ -236,6 +236,16 @@ def test_worker_processes_report_too() -> None:
         (2, {"max_in_flight": 0}, {}, "max_in_flight=0 is too small"),
         (2, {"slow_start": 0}, {}, "slow_start=0 is too small"),
         (2, {"hedge_percentile": 100}, {}, "hedge_percentile=100 is not between"),
+        (
+            1,
+            {"hedge_percentile": 95},
+            {},
+            "hedge_percentile=95 .* concurrency=1 allows each worker one",
+        ),
+        (
+            *(4, {"hedge_percentile": 95, "max_in_flight": 2}, {"num_workers": 2}),
+            "hedge_percentile=95 .* max_in_flight=2 allows each worker one",
+        ),
         (2, {"max_in_flight": 2}, {"num_workers": 3}, "fewer than 3 workers"),
         (1, {"slow_start": 2}, {"compat": "torch"}, r"FetchOptions\(concurrency=1, .*contradicts"),
     ],
