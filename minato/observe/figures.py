@@ -237,7 +237,8 @@ class Stage:
     )
     kind: str = _figure("kind", "source, transform or collate")
     count: int = _figure(
-        "samples", "that were timed: all expensive ones, about one in 32 runs of cheap ones"
+        "samples",
+        "that were timed: all expensive ones, about one in 32 runs of cheap ones; a call of __getitems__ is one",
     )
     mean_s: float = _figure("s", "for one sample")
     p50_s: float = _figure("s", "half of the samples take less")

@@ -44,7 +44,7 @@ class Report:
         verdict: The bottleneck, and the change to make.
         run: All epochs together; the prefetch window and the active workers are those of the last. The fewest and
             the most workers are those of ``epochs``.
-        epochs: The latest 64, one by one.
+        epochs: The latest 64 that have ended, and the one that runs.
         slowest: The twenty slowest samples of the run.
         dataset: What ``minato_figures()`` of the dataset returned, if it has such a method.
     """
