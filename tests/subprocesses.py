@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
@@ -59,6 +61,36 @@ def output(*arguments: object, **options: Any) -> str:
     done = python(*arguments, **options)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     return done.stdout
+
+
+EACH_IN_A_FORK = """
+import contextlib, io, json, os, sys, traceback, warnings
+import numpy, psutil, torch.multiprocessing, torch.utils.data  # once, as it takes longest
+warnings.filterwarnings("ignore", ".* use of fork", DeprecationWarning)
+for name, script in json.load(sys.stdin).items():
+    if os.fork() == 0:
+        out, failure = io.StringIO(), ""
+        try:
+            with contextlib.redirect_stdout(out):
+                exec(script, vars(sys.modules["__main__"]))
+        except BaseException:
+            failure = traceback.format_exc()
+        print(json.dumps([name, out.getvalue(), failure]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def in_forks(scripts: dict[str, str], *options: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Run scripts in forks of a Python that has imported torch: what each printed, and tracebacks of failures.
+
+    They may warn: what they write to stderr is in no result.
+    """
+    done = python(*options, "-c", EACH_IN_A_FORK, given=json.dumps(scripts))
+    assert done.returncode == 0, done.stderr
+    lines = [*map(json.loads, done.stdout.splitlines())]
+    assert [name for name, *_ in lines] == [*scripts]
+    return {name: out for name, out, _ in lines}, {name: why for name, _, why in lines if why}
 
 
 def run(
@@ -144,6 +176,25 @@ def free_port() -> int:
 
 
 def children(program: str, method: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``children.py``, whose children find each other at a free port."""
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    return python(SCRIPTS / "children.py", program, method, **place, **variables)
+    """Run ``children.py``, whose children find each other at a free port; forks are children of this process."""
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    if method != "fork":
+        return python(SCRIPTS / "children.py", program, method, **variables)
+    from tests.isolated.children import run_all  # which imports torch
+
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        codes = run_all("fork", _forked, program, (out.fileno(), err.fileno()), variables)
+        print(codes, file=out, flush=True)
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess([program], 0, out.read(), err.read())
+
+
+def _forked(program: str, files: tuple[int, int], variables: dict[str, str], rank: int) -> None:
+    from tests.isolated.children import run
+
+    os.environ.update(variables)
+    for own, file in enumerate(files, 1):
+        os.dup2(file, own)
+    sys.stdout, sys.stderr = (os.fdopen(own, "w") for own in (1, 2))
+    run(program, rank)

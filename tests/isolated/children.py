@@ -1,4 +1,7 @@
-"""Use loaders in processes that multiprocessing starts: ``children.py PROGRAM METHOD``; prints their exit codes."""
+"""Use loaders in processes that multiprocessing starts: ``children.py PROGRAM METHOD``; prints their exit codes.
+
+Those that are forked need no program of their own: ``tests.subprocesses.children``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -108,11 +111,16 @@ def run(program: str, rank: int) -> None:
     globals()[program](rank)
 
 
-if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[2])
-    processes = [context.Process(target=run, args=(sys.argv[1], rank)) for rank in range(2)]
+def run_all(method: str, target: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """The exit codes of both processes, which are given their rank, too."""
+    context: Any = multiprocessing.get_context(method)
+    processes = [context.Process(target=target, args=(*arguments, rank)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    print([process.exitcode for process in processes])
+    return [process.exitcode for process in processes]
+
+
+if __name__ == "__main__":
+    print(run_all(sys.argv[2], run, sys.argv[1]))

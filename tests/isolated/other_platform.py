@@ -1,6 +1,6 @@
-"""Loaders where Python has only what macOS or Windows have: ``other_platform.py darwin|win32``.
+"""Loaders where Python has only what macOS or Windows have, in a child process for each.
 
-The interpreter is Linux's. It loads torch, and then loses the names and files that the other system lacks.
+The interpreter is Linux's. It loads torch; the child then loses the names and files that the other system lacks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main(name: str) -> None:
             loader = minato.DataLoader(bad, batch_size=8, errors="skip", **options)
         except RuntimeError as error:
             assert name == "win32"
-            print(error)
+            print(f"{name}: {error}")
         else:
             with warnings.catch_warnings(category=minato.MinatoWarning, action="ignore"):
                 assert sum(len(texts) for _, texts in loader) == 99
@@ -171,10 +171,14 @@ def main(name: str) -> None:
         try:
             minato.DataLoader(Squares(), **options)
         except RuntimeError as error:
-            print(error)
+            print(f"{name}: {error}")
         else:
             raise AssertionError("no error")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for name in NAMES:
+        if os.fork() == 0:
+            main(name)
+            break
+        assert os.wait()[1] == 0, name

@@ -162,21 +162,41 @@ def test_every_module_of_the_core_imports_alone_in_pure_python() -> None:
     assert run(EACH_ALONE, *names, MINATO_NO_EXTENSIONS="1").splitlines() == []
 
 
-@needs_extensions
-def test_import_has_no_side_effects_and_the_compiled_core_is_the_default() -> None:
-    seen = json.loads(run(SIDE_EFFECTS))
+PURE = "import os\nos.environ['MINATO_NO_EXTENSIONS'] = '1'\n"
+NAMES = """
+import minato
+print(*dir(minato))
+print(*{'minato', 'psutil', 'in_starting_child'} & set(vars(minato)))
+print(*[name for name in minato.__all__ if getattr(minato, name) is None])
+print(minato.caching.DiskCache.__name__, minato.sources.__name__, 'patch' in dir(minato))
+print(hasattr(minato, 'no_such_name'), [name for name in dir(minato) if not hasattr(minato, name)])
+"""
+
+
+def test_import_has_no_side_effects_and_takes_the_core_and_the_names_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MINATO_NO_EXTENSIONS", raising=False)
+    scripts = {"default": SIDE_EFFECTS, "pure": PURE + SIDE_EFFECTS, "names": NAMES}
+    told, failures = subprocesses.in_forks(scripts, "-W", "error")
+    assert failures == {}
+
+    seen = json.loads(told["default"])
     kind, reason = seen.pop("implementation")
-    assert (kind, bool(reason)) == ("compiled", True)
+    assert (kind, bool(reason)) == ("pure" if missing_extensions() else "compiled", True)
     assert OPTIONAL.intersection(seen.pop("modules")) == set()
     assert seen.pop("threads") == ["MainThread"]
     nothing = {name: [] for name in ("processes", "descriptors", "changed")}
     assert seen == {**nothing, "native threads": 0, "start method": None}
 
-
-def test_pure_core_on_demand() -> None:
-    seen = json.loads(run(SIDE_EFFECTS, MINATO_NO_EXTENSIONS="1"))
+    seen = json.loads(told["pure"])
     assert seen["implementation"] == ["pure", "MINATO_NO_EXTENSIONS is set"]
     assert [name for name in of_minato(seen["modules"]) if name.endswith("_c")] == []
+
+    listed, private, *names = told["names"].splitlines()
+    assert listed.split() == sorted([*minato.__all__, "caching", "sources"])
+    assert private == ""
+    assert names == ["", "DiskCache minato.sources True", "False []"]
 
 
 @pytest.mark.slow
@@ -202,55 +222,39 @@ def of_minato(modules: list[str]) -> list[str]:
     return [name for name in modules if name.partition(".")[0] == "minato"]
 
 
-def test_dir_lists_the_public_names_alone_and_they_are_imported_on_demand() -> None:
-    listed, private, *names = run(
-        "import minato; print(*dir(minato));"
-        "print(*{'minato', 'psutil', 'in_starting_child'} & set(vars(minato)));"
-        "print(*[name for name in minato.__all__ if getattr(minato, name) is None]);"
-        "print(minato.caching.DiskCache.__name__, minato.sources.__name__, 'patch' in dir(minato));"
-        "print(hasattr(minato, 'no_such_name'), [name for name in dir(minato) if not hasattr(minato, name)])"
-    ).splitlines()
-    assert listed.split() == sorted([*minato.__all__, "caching", "sources"])
-    assert private == ""
-    assert names == ["", "DiskCache minato.sources True", "False []"]
-
-
 OTHER = "class Minato:\n    pass\n"
 """Like the other project's package: its ``__init__.py`` does not know ours."""
 
 
-# A fork per module, as above.
-REFUSED = """
-import importlib, os, sys
-import numpy, psutil, torch.utils.data, torch.multiprocessing
-for module in sys.argv[1:]:
-    if os.fork() == 0:
-        try:
-            importlib.import_module(module)
-            print("imported", flush=True)
-        except ImportError as error:
-            print(error, flush=True)
-        os._exit(0)
-    os.wait()
+IMPORTS = """
+import importlib, os
+os.chdir({folder!r})
+try:
+    importlib.import_module({module!r})
+    print("imported")
+except ImportError as error:
+    print(error)
 """
 
 
-@pytest.mark.parametrize("later", ["minato", "minatoloader"])
-def test_the_other_project_of_this_name_is_refused(tmp_path: Path, later: str) -> None:
+def test_the_other_project_of_this_name_is_refused(tmp_path: Path) -> None:
     """PyPI's minato, installed into the same directory: ours to refuse, where a module of ours is imported at all."""
-    package = tmp_path / "minato"
-    package.mkdir()
-    for path in PACKAGE.iterdir():
-        (package / path.name).symlink_to(path)
-    (package / "minato.py").write_text(OTHER)
-    if later == "minato":
-        (package / "__init__.py").unlink()
-        (package / "__init__.py").write_text("from minato.minato import Minato\n")
-    names = ["minato", "minato.loader", "minato.cli.main"]
-    told = subprocesses.output("-c", REFUSED, *names, cwd=tmp_path).splitlines()
-    if later == "minato":
-        assert told.pop(0) == "imported"
-    assert len(told) == 2 + (later != "minato")
-    for error in told:
-        assert error.startswith(f"{package} holds the files of two projects")
+    scripts = {}
+    for later in ("minato", "minatoloader"):
+        package = tmp_path / later / "minato"
+        package.mkdir(parents=True)
+        for path in PACKAGE.iterdir():
+            (package / path.name).symlink_to(path)
+        (package / "minato.py").write_text(OTHER)
+        if later == "minato":
+            (package / "__init__.py").unlink()
+            (package / "__init__.py").write_text("from minato.minato import Minato\n")
+        for module in ("minato", "minato.loader", "minato.cli.main"):
+            name = f"{package} {module}"
+            scripts[name] = IMPORTS.format(folder=str(package.parent), module=module)
+    told, _ = subprocesses.in_forks(scripts)
+    assert told.pop(f"{tmp_path}/minato/minato minato") == "imported\n"
+    assert len(told) == 5
+    for name, error in told.items():
+        assert error.startswith(f"{name.split()[0]} holds the files of two projects")
         assert "pip uninstall minato minatoloader" in error

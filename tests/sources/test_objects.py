@@ -23,7 +23,7 @@ pytest.importorskip("obstore", reason="obstore is not installed: install the ext
 
 from minato.sources.objects import Objects, Part, _whole, tar_members
 from minato.sources.splits import load_splits, save_splits
-from tests.subprocesses import output
+from tests.subprocesses import in_forks
 
 
 def test_members_of_a_tar_file_are_read_by_their_ranges(
@@ -182,7 +182,7 @@ def pages(ends):
     return listed
 
 def source():
-    return objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
+    return objects.Objects("file://" + FOLDER, retry=Retry(attempts=1))
 
 def check(does, message):
     try:
@@ -210,11 +210,6 @@ check(lambda: source().get("a"), "key 'a': RuntimeError: obstore panicked: index
 """
 
 
-def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"1")
-    output("-W", "ignore", "-c", LISTED, tmp_path)
-
-
 FORKS = """
 import sys, minato
 from minato.sources.objects import Objects
@@ -225,7 +220,7 @@ def labels(source):
     loader = minato.DataLoader(source, batch_size=10, num_workers=2, multiprocessing_context="fork")
     return [label for batch in loader for label in batch["label"].tolist()]
 
-source = Objects("file://" + sys.argv[1], decode=of_bytes, retry=Retry(attempts=1))
+source = Objects("file://" + FOLDER, decode=of_bytes, retry=Retry(attempts=1))
 assert labels(source) == list(range(20)), "listing the keys lets workers be forked"
 assert source[3]["label"] == 3
 try:
@@ -237,10 +232,17 @@ else:
 """
 
 
-def test_forked_workers_read_unless_their_parent_did(tmp_path: Path) -> None:
+def test_processes_that_list_and_read(tmp_path: Path) -> None:
+    """A listing that panics, dies or hangs is an error; forked workers read unless their parent did."""
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir()
+    (one / "a").write_bytes(b"1")
+    many.mkdir()
     for i in range(20):
-        (tmp_path / name_of(i)).write_bytes(record(i))
-    output("-W", "ignore", "-c", FORKS, tmp_path)
+        (many / name_of(i)).write_bytes(record(i))
+    scripts = {f"FOLDER = {str(one)!r}": LISTED, f"FOLDER = {str(many)!r}": FORKS}
+    _, failures = in_forks({each: f"{each}\n{scripts[each]}" for each in scripts}, "-W", "ignore")
+    assert failures == {}
 
 
 def test_the_keys_of_a_tar_of_nothing(tmp_path: Path) -> None:
