@@ -21,6 +21,7 @@ from multiprocessing import current_process, forkserver, resource_tracker, set_f
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -40,6 +41,8 @@ PIDS = {os.getpid()}
 LEFTOVER_GRACE_S, KILL_GRACE_S, EXIT_LIMIT_S = 30.0, 5.0, 180.0
 """How long may take to end: what a test leaves; what failed tests have left, at the very end; the interpreter."""
 
+KERNEL_TELLS = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+"""Whether the kernel lists the children of a thread."""
 LIBRARY_THREADS = {"event_loop"}
 """Threads that a library keeps for the whole process: cassandra-driver's."""
 
@@ -121,6 +124,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     memory.gather()
+    # Until there is a device, ``torch.manual_seed`` notes the stack for each kind of them, which is deep here.
+    for device in ("cuda", "xpu", "mtia"):
+        if module := sys.modules.get(f"torch.{device}"):
+            module.traceback = Mock(format_stack=list)  # type: ignore[attr-defined]
 
 
 def _parameters(item: pytest.Item) -> list[str]:
@@ -232,9 +239,12 @@ def _processes() -> set[int]:
 def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ended meanwhile
         # Where the kernel tells, this is far cheaper than psutil, which reads every process there is.
-        if Path(f"/proc/self/task/{os.getpid()}/children").exists():
-            lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-            return [int(child) for line in lists for child in line.split()]
+        if KERNEL_TELLS:
+            found: list[int] = []
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                    found += map(int, file.read().split())
+            return found
         return [child.pid for child in psutil.Process(pid).children()]
     return []
 

@@ -36,7 +36,6 @@ from minato.checks import check_number, check_whole
 from minato.observe.meters import SlowestSamples
 from minato.scheduling.slow_samples import CostModel, integers_of
 from minato.sources.base import Retry
-from minato.sources.parquet import Parquet, ParquetStream
 from minato.sources.splits import folds, load_splits, save_splits, split
 from tests.datasets import Numbers, Pair, Stream, flat, forked, indices
 
@@ -314,13 +313,19 @@ def test_what_cannot_be_split(arguments: dict[str, Any], error: type[Exception],
         split(range(30), shares, **{"seed": 0, **arguments})
 
 
+def parquet(kind: str, **numbers: Any) -> object:
+    from minato.sources import parquet
+
+    return getattr(parquet, kind)("unused", **numbers)
+
+
 TAKE_A_NUMBER: dict[str, tuple[Callable[[Any], object], str]] = {
     "MemoryCache": (MemoryCache, "quota_bytes"),
     "DiskCache": (lambda value: DiskCache("unused", value), "quota_bytes"),
     "Retry": (Retry, "attempts"),
     "Retry-pause": (lambda value: Retry(first_s=value), "first_s"),
-    "Parquet": (lambda value: Parquet("unused", kept_groups=value), "kept_groups"),
-    "ParquetStream": (lambda value: ParquetStream("unused", window_rows=value), "window_rows"),
+    "Parquet": (lambda value: parquet("Parquet", kept_groups=value), "kept_groups"),
+    "ParquetStream": (lambda value: parquet("ParquetStream", window_rows=value), "window_rows"),
     "PaperController": (PaperController, "alpha"),
     "DeviceCopies": (lambda value: DeviceCopies("cpu", value), "ahead"),
     "FetchOptions": (FetchOptions, "concurrency"),
@@ -337,7 +342,13 @@ TAKE_A_NUMBER: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("value", ["5", None])
-@pytest.mark.parametrize("name", TAKE_A_NUMBER)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.large] * name.startswith("Parquet"))
+        for name in TAKE_A_NUMBER
+    ],
+)
 def test_what_takes_a_number_names_another_value(name: str, value: object) -> None:
     call, argument = TAKE_A_NUMBER[name]
     with pytest.raises(TypeError, match=f"^{argument}={value!r} is a {type(value).__name__}: give"):
