@@ -24,6 +24,7 @@ pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'te
 
 from minato import caching
 from tests.datasets import flat, forked, indices
+from tests.selection import mostly_slow
 from tests.threads import run_together
 
 QUOTA = 1 << 30
@@ -190,9 +191,10 @@ def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
     use(cache, 2)
 
 
-def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", mostly_slow([10, 30]))
+def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path, turns: int) -> None:
     def work(thread: int) -> None:
-        for turn in range(30):
+        for turn in range(turns):
             cache = DiskCache(tmp_path, QUOTA, version="1")
             use(cache, 1000 * thread + 20 * turn)
             assert cache.report().errors == 0

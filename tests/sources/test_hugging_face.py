@@ -118,12 +118,12 @@ def test_each_worker_is_in_an_epoch_of_its_own() -> None:
     assert (stream.epoch, other.epoch) == (0, 0)
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 80, 10)))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 80, 5)))
 def test_stops_lose_and_repeat_nothing(
     first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         check_history(seed)
 
 

@@ -154,7 +154,7 @@ def check_history(history: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
-@pytest.mark.parametrize("first", mostly_slow(range(0, 120, 10), quick=2))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 120, 10)))
 def test_stops_lose_and_repeat_nothing(first: int) -> None:
     for history in range(first, first + 10):
         check_history(history)

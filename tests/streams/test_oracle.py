@@ -106,8 +106,14 @@ def torchs(case: str, readers: int) -> list[Any]:
     return delivered(TorchLoader, case, **forked(readers))
 
 
-@pytest.mark.parametrize("readers", READERS)
-@pytest.mark.parametrize("num_workers", WORKERS)
+EACH_NUMBER = [(1, 5), (3, 1), (4, 0), (8, 2), (1, 0), (4, 5)]
+"""Fewer workers than readers, more, and none."""
+
+
+@pytest.mark.parametrize(
+    ("readers", "num_workers"),
+    mostly_slow(dict.fromkeys((*EACH_NUMBER, *itertools.product(READERS, WORKERS))), quick=6),
+)
 def test_every_number_of_readers_and_workers(readers: int, num_workers: int) -> None:
     got = delivered(DataLoader, "epochs", num_workers=num_workers, readers=readers)
     assert got == torchs("epochs", readers)

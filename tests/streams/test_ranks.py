@@ -83,8 +83,8 @@ def check_history(seed: int, workers: tuple[int, ...]) -> None:
     ("workers", "seeds"),
     mostly_slow(
         [
-            *(((0,), range(60)), ((0, 1, 2), range(6)), ((0, 1, 2), range(6, 20))),
-            *(((0,), range(i, i + 88)) for i in range(60, 500, 88)),
+            *(((0,), range(24)), ((0, 1, 2), range(4)), ((0, 1, 2), range(4, 20))),
+            *(((0,), range(i, i + 119)) for i in range(24, 500, 119)),
         ],
         quick=2,
     ),
