@@ -94,11 +94,7 @@ def in_forks(scripts: dict[str, str], *options: str) -> tuple[dict[str, str], di
 
 
 def run(
-    script: str,
-    *arguments: object,
-    pure: bool = False,
-    code: int = 0,
-    timeout_s: float = TIMEOUT_S,
+    script: str, *arguments: object, pure: bool = False, code: int = 0, timeout_s: float = TIMEOUT_S
 ) -> str:
     """What a script wrote to stdout; it must leave no child, end with ``code`` and write nothing to stderr."""
     with started(script, *arguments, pure=pure) as process:

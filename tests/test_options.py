@@ -26,14 +26,7 @@ from minato import (
     SharedPool,
 )
 from minato._support.loader_class import TorchDataLoader
-from minato.options import (
-    DEFAULT_MAX_LAG,
-    GROUPS,
-    OPTION_NAMES,
-    OWN_NAMES,
-    Options,
-    TorchArguments,
-)
+from minato.options import DEFAULT_MAX_LAG, GROUPS, OPTION_NAMES, OWN_NAMES, Options, TorchArguments
 from tests.datasets import Numbers
 
 SIGNATURE = inspect.signature(DataLoader).parameters

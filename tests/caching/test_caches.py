@@ -298,11 +298,7 @@ class Scaled(Numbers):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"num_workers": 1, "workers": "thread", "persistent_workers": True},
-        {"num_workers": 1},
-    ],
+    [{}, {"num_workers": 1, "workers": "thread", "persistent_workers": True}, {"num_workers": 1}],
     ids=["inline", "persistent threads", "processes"],
 )
 def test_a_change_between_epochs_is_another_key(arguments: Any, disk: Any) -> None:

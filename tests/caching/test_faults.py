@@ -156,8 +156,7 @@ def test_a_directory_like_tmp_is_fine_above_and_not_as_the_cache(tmp_path: Path)
 
 
 ENTRIES = st.one_of(
-    st.binary(max_size=64),
-    st.binary(max_size=64).map(lambda data: pickle.dumps(data)[:-3]),
+    st.binary(max_size=64), st.binary(max_size=64).map(lambda data: pickle.dumps(data)[:-3])
 )
 
 

@@ -133,7 +133,7 @@ def test_a_module_runs(folder: Path) -> None:
             ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
             ("import atexit; atexit.register(print, 'last')", 0, ""),
             ("import sys; sys.exit()", 0, ""),
-        ],
+        ]
     ),
 )
 def test_the_exit_status_and_the_last_words_are_those_of_the_script(

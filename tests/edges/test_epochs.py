@@ -410,8 +410,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("workers", "stays"),
-    [(0, False), (2, True), pytest.param(2, False, marks=pytest.mark.slow)],
+    ("workers", "stays"), [(0, False), (2, True), pytest.param(2, False, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("own", OWN)
 def test_an_epoch_that_is_chosen_before_the_first_batch(

@@ -131,11 +131,7 @@ class Interrupter:
     """
 
     def __init__(
-        self,
-        chance: float = 1.0,
-        repeats: int = 1,
-        traced: tuple[str, ...] = TRACED,
-        seed: int = 0,
+        self, chance: float = 1.0, repeats: int = 1, traced: tuple[str, ...] = TRACED, seed: int = 0
     ) -> None:
         self.raised, self.where = 0, ""
         self._chance, self._repeats, self._traced = chance, repeats, traced

@@ -51,10 +51,7 @@ LISTS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
     "twins": (lambda: [Resize(), Resize(), Resize()], ["Resize", "Resize 2", "Resize 3"]),
     "one object": (lambda: [Resize()] * 2, ["Resize", "Resize 2"]),
     "partials": (lambda: [functools.partial(dataset)] * 2, ["dataset 2", "dataset 3"]),
-    "stages": (
-        lambda: [named("collate and copy"), dataset],
-        ["collate and copy 2", "dataset 2"],
-    ),
+    "stages": (lambda: [named("collate and copy"), dataset], ["collate and copy 2", "dataset 2"]),
     "numbered": (
         lambda: [Resize(), named("Resize 2"), Resize()],
         ["Resize", "Resize 2", "Resize 3"],
@@ -144,8 +141,7 @@ def served(loader: DataLoader[Any]) -> list[str]:
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(
-    ("cache", "after"),
-    [("none", 0), ("memory", 0), ("memory", 1), ("memory", 3), ("disk", 2)],
+    ("cache", "after"), [("none", 0), ("memory", 0), ("memory", 1), ("memory", 3), ("disk", 2)]
 )
 def test_all_views_have_the_same_stages(
     cache: str, after: int, workers: str, tmp_path: Path

@@ -301,10 +301,7 @@ ALIASED: dict[str, Callable[[], list[torch.Tensor]]] = {
     "whole first": lambda: [(large := torch.zeros(10_000)), large[10:20]],
     "other type": lambda: [(large := torch.zeros(1000))[8:16], large.view(torch.int32)[10:12]],
     "twice": lambda: [(one := torch.zeros(3)), one, one.view(3)],
-    "one address": lambda: [
-        torch.from_numpy((base := np.zeros(100))[:10]),
-        torch.from_numpy(base),
-    ],
+    "one address": lambda: [torch.from_numpy((base := np.zeros(100))[:10]), torch.from_numpy(base)],
 }
 """Tensors of which some share memory."""
 

@@ -98,12 +98,7 @@ QUIET_LIGHTNING: dict[str, Any] = {
 """Arguments of Lightning's Trainer."""
 
 
-IN_TWO_RANKS: dict[str, Any] = {
-    **QUIET_LIGHTNING,
-    "devices": 2,
-    "strategy": "ddp",
-    "logger": False,
-}
+IN_TWO_RANKS: dict[str, Any] = {**QUIET_LIGHTNING, "devices": 2, "strategy": "ddp", "logger": False}
 """The same for jobs of two ranks."""
 
 

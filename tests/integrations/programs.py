@@ -22,14 +22,7 @@ from torch.utils.data import DistributedSampler
 import minato
 from minato.shared_pool import source
 from tests.delivery.recorder import Recorder
-from tests.integrations.models import (
-    IN_TWO_RANKS,
-    Indexed,
-    Model,
-    Stream,
-    lightning_module,
-    noisy,
-)
+from tests.integrations.models import IN_TWO_RANKS, Indexed, Model, Stream, lightning_module, noisy
 from tests.integrations.ranks import engines, rank_and_count
 
 NUM_EPOCHS = 3

@@ -39,8 +39,7 @@ def of(loader: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{}, GIVEN, READS, {"in_order": False}, {"compat": "torch"}, DEVICE, SHARED],
+    "given", [{}, GIVEN, READS, {"in_order": False}, {"compat": "torch"}, DEVICE, SHARED]
 )
 def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, Any]) -> None:
     loader = minato.DataLoader(Numbers(8), 4, num_workers=2, **given)

@@ -8,12 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import default_collate
 
-from minato._core import (
-    READY_EVENTS_OFFSET,
-    WORK_EVENTS_OFFSET,
-    ConsumerLedger,
-    EventCount,
-)
+from minato._core import READY_EVENTS_OFFSET, WORK_EVENTS_OFFSET, ConsumerLedger, EventCount
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB
 from minato._core.segment import Segment
 from minato.batching.arena import Arena

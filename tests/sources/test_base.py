@@ -26,13 +26,7 @@ from minato.sources.base import (
     SourceError,
     TruncatedObject,
 )
-from minato.sources.connections import (
-    Connections,
-    Env,
-    Place,
-    Settings,
-    shown_url,
-)
+from minato.sources.connections import Connections, Env, Place, Settings, shown_url
 from minato.sources.sql import SQLite
 
 

@@ -29,15 +29,7 @@ from minato.engine.engine import Engine
 from minato.engine.inline import InlineEngine
 from tests.datasets import ORDERS, drain, indices, wait_until
 from tests.delivery.recorder import Recorder, accelerated
-from tests.edges.test_interruptions import (
-    COST,
-    LENGTH,
-    SIZE,
-    Content,
-    Interrupter,
-    check,
-    collate,
-)
+from tests.edges.test_interruptions import COST, LENGTH, SIZE, Content, Interrupter, check, collate
 from tests.integrations.models import OURS
 from tests.integrations.ranks import Machine, machines, run_ranks
 from tests.selection import mostly_slow

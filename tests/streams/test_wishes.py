@@ -504,8 +504,7 @@ class Noted:
 
 @pytest.mark.parametrize("method", ["process", "thread"])
 @pytest.mark.parametrize(
-    ("readers", "num_workers", "called"),
-    [(1, 3, 3), (5, 2, 5), (Readers(1, where="main"), 2, 2)],
+    ("readers", "num_workers", "called"), [(1, 3, 3), (5, 2, 5), (Readers(1, where="main"), 2, 2)]
 )
 def test_each_worker_and_each_reader_is_initialised(
     readers: Any, num_workers: int, called: int, method: str

@@ -29,15 +29,7 @@ from minato.workers.fetch import Fetcher
 from minato.workers.runner import Deferral, DeferredSample, Runner, StageRunner
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker, WorkerParts
-from tests.datasets import (
-    TOO_MANY_WORKERS,
-    Numbers,
-    flat,
-    lags,
-    late_by,
-    three_draws,
-    wait_until,
-)
+from tests.datasets import TOO_MANY_WORKERS, Numbers, flat, lags, late_by, three_draws, wait_until
 from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
 SIZE, BATCH = 24, 4
