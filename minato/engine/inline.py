@@ -615,8 +615,8 @@ class InlineEngine(BatchSource):
             samples = samples + items if samples else items
             if error is None:
                 break
-            failed = len(samples)
-            if self._retry is not None and not host.has_failed(keys[failed]):
+            if self._retry is not None:
+                failed = len(samples)
                 sample, error = self._retry.give_up(
                     batch.first + failed, number, keys[failed], error
                 )

@@ -293,7 +293,7 @@ class HostWorker(Worker):
 
     def _given_up(self, position: int, epoch: int, key: int, error: BaseException) -> Ran:
         """The outcome of an item that its reader has not given."""
-        if self.sample_retry is None or self._host.has_failed(key):
+        if self.sample_retry is None:
             return [], error
         sample, remaining = self.sample_retry.give_up(position, epoch, key, error)
         return [sample] if remaining is None else [], remaining

@@ -124,7 +124,6 @@ class Reader:
         at: Ordinal of the item that the next call of ``next()`` returns.
         end: Ordinal at which it has ended; None: it has not.
         died: Whether it has ended because its generator had raised.
-        has_failed: Whether it has ended by an error that is no item's: it could not begin, or not go on.
         taken: The items of the last call of ``take``, which an interruption does not lose.
         digest: Checksum of what it has given so far if it ``watches``: of one item of a few, as that takes time.
         first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
@@ -144,7 +143,6 @@ class Reader:
         self.at = 0
         self.end: int | None = None
         self.died = False
-        self.has_failed = False
         self.taken: list[Any] = []
         self._from = -1  # ordinal of the first taken one
         self._batch, self._skips = batch, skips
@@ -176,7 +174,6 @@ class Reader:
         """
         self._items = self._stateful = None  # before the next one is made
         self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
-        self.has_failed = False
         self.digest, self.first, self._firsts = 0, None, list[bytes]()
         self.has_jumped, self._is_new, self._start = False, True, start if resumes else None
         self._renewed: bytes | None = None  # state in which the last generator made again began
@@ -412,8 +409,8 @@ class Reader:
         return True
 
     def fail(self, ordinal: int) -> None:
-        """End because of an error that is no item's, such as that of ``iter()``."""
-        self.at, self.has_failed = ordinal, True
+        """End before it has begun, because ``iter()`` has raised."""
+        self.at = ordinal
         self._ended(ordinal)
 
     def _ended(self, ordinal: int) -> None:
@@ -852,10 +849,6 @@ class Host:
             reader.first = None
         if reader.end is not None:
             self._board.note_end(reader.number, slot, reader.end, reader.died)
-
-    def has_failed(self, key: int) -> bool:
-        """Whether what the reader of an item has raised is no item's error, to which ``errors=`` would apply."""
-        return self._readers[item_of(key).reader].has_failed
 
     def release(self) -> None:
         """Drop the items that were taken: they are delivered."""

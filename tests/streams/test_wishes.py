@@ -238,29 +238,6 @@ def test_an_iterator_that_can_go_on_goes_on(workers: dict[str, Any]) -> None:
         assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {30, 31})
 
 
-class Closed(Split):
-    """The first reader cannot begin."""
-
-    def __iter__(self) -> Iterator[Any]:
-        if not (found := self.numbers())[0]:
-            raise OSError("the shard cannot be opened")
-        return iter(found)
-
-
-@sweep(workers=WORKERS, order=["strict", "arrival"])
-def test_what_iter_raises_is_no_item_that_could_be_skipped(
-    workers: dict[str, Any], order: str
-) -> None:
-    """Otherwise a reader that cannot begin, or not resume, would be missing like one item."""
-    how: Any = {"order": order, "errors": "skip", **workers}
-    got, raised = drain(DataLoader(Closed(SIZE), BATCH, readers=2, **how))
-    assert [type(error) for error in raised] == [OSError]
-    missing = {*range(21, SIZE)}.difference(got)
-    assert len(got) + len(missing) == SIZE - 21
-    # In arrival order the batch of the error has items of the other reader.
-    assert len(missing) < BATCH if order == "arrival" else not missing
-
-
 class Parsing(DatasetState):
     """A generator that raises at some numbers, before or after its state has passed them."""
 
