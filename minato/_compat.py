@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from multiprocessing import context, forkserver, resource_sharer, spawn, util
 from multiprocessing import process as process_module
 from multiprocessing.reduction import ForkingPickler
@@ -523,6 +523,7 @@ def exit_code() -> object:
     return _exit_codes[-1] if _exit_codes else None
 
 
+@cache
 def watch_exit_code() -> None:
     """Have :func:`exit_code` know it, too, once the function is over that runs a process of multiprocessing."""
     with suppress(RuntimeError):  # this process ends already

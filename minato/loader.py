@@ -353,7 +353,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 "DistributedSampler, or give True"
             )
         if self._transforms.steps:
-            self.collate_fn = self.collate_fn
+            self.collate_fn = self.collate_fn  # from now on it transforms, too
         self._history = self._fresh_history()
         check_platform(
             worker_processes=self.num_workers > 0 and options.worker_kind == "process",

@@ -754,8 +754,7 @@ class FetchOptions(_Group):
     @property
     def at_once(self) -> bool:
         """Whether a worker does more than read one sample after the other."""
-        limits = self.max_in_flight, self.hedge_percentile
-        return self.concurrency > 1 or limits != (None, None)
+        return self.concurrency > 1 or self.max_in_flight is not None
 
     def report(self) -> FetchReport:
         """The counts so far."""

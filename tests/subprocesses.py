@@ -81,13 +81,13 @@ for name, script in json.load(sys.stdin).items():
 """
 
 
-def in_forks(scripts: dict[str, str], *options: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Run scripts in forks of a Python that has imported torch: what each printed, and tracebacks of failures.
-
-    They may warn: what they write to stderr is in no result.
-    """
+def in_forks(
+    scripts: dict[str, str], *options: str, may_warn: bool = False
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Run scripts in forks of a Python that has imported torch: what each printed, and tracebacks of failures."""
     done = python(*options, "-c", EACH_IN_A_FORK, given=json.dumps(scripts))
     assert done.returncode == 0, done.stderr
+    assert may_warn or done.stderr == ""
     lines = [*map(json.loads, done.stdout.splitlines())]
     assert [name for name, *_ in lines] == [*scripts]
     return {name: out for name, out, _ in lines}, {name: why for name, _, why in lines if why}

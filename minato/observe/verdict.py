@@ -260,13 +260,13 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         speedup = costs.speedup(now, work)
         return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
-        evidence = ""
+        told: tuple[str, ...] = ()
         if in_cluster:
-            evidence = "Workers run in a cluster, which can run more of them if it has free cores."
+            told = ("Workers run in a cluster, which can run more of them if it has free cores.",)
         elif workers.on_core_share:  # else it is not known
-            evidence = (
+            told = (
                 f"Busy workers use a core for {_percent(on_core)} of their time; there are {setup.cores:g}: "
-                "more can run."
+                "more can run.",
             )
         largest, per_rank = _largest(run), math.ceil(wanted / setup.ranks)
         speedup = costs.speedup(wanted, start_factor=wanted / now)
@@ -277,7 +277,6 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
                 "iterator to transforms="
             )
         changes, stage = {"num_workers": per_rank}, "" if largest is None else largest.name
-        told = (evidence,) if evidence else ()
         return Verdict("workers", summary, told, f"{advice}.", changes, speedup, stage)
     return _dearest_stage(setup, run, costs, crowded)
 

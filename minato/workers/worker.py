@@ -219,9 +219,9 @@ class Worker:
 
     def _runs_together(self, first: int, given: Sequence[object]) -> bool:
         """Whether one call is for all samples of a batch, where no worker has ended in it."""
-        divisible = type(given) in LISTS and len(given) > 0
-        together = self.fetcher.takes_lists or not len(given)
-        return together and not (divisible and first in self._shared.suspects)
+        if not (self.fetcher.takes_lists and len(given)):
+            return not len(given)
+        return type(given) not in LISTS or first not in self._shared.suspects
 
     def end_lease(self, samples: int, started_ns: int) -> int:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
