@@ -669,6 +669,13 @@ _MOST_LOOKS_OF_SAMPLE = 128
 """Objects that are looked at in a sample."""
 _TEXTS: tuple[Any, ...] = (str, bytes, bytearray)
 _OF_NUMPY = tuple((each, vars(each)["nbytes"].__get__) for each in (np.ndarray, np.generic))
+_NBYTES: dict[int, Callable[[Any], int]] = {
+    id(np.ndarray): _OF_NUMPY[0][1],
+    id(torch.Tensor): lambda tensor: attribute(tensor, "nbytes", 0),  # sparse ones have none
+    **dict.fromkeys(map(id, (int, float)), lambda number: _NUMBER_BYTES),
+    **dict.fromkeys(map(id, _TEXTS), len),
+}
+"""Sizes of what most samples consist of, by the id of its very class."""
 
 
 def length_of(dataset: object) -> int | None:
@@ -696,10 +703,13 @@ def _nbytes_of(sample: object) -> int:
     waiting: list[tuple[Any, float]] = [(sample, 1.0)]
     for value, weight in waiting:  # which grows
         kind = type(value)
+        if (known := _NBYTES.get(id(kind))) is not None:
+            total += weight * known(value)
+            continue
         if derives(kind, UserDict):
             value = (Kind(kind).dict_of(value) or {}).get("data")
             kind = type(value)
-        base = next((base for base in (dict, list, tuple) if issubclass(kind, base)), None)
+        base = next((base for base in (tuple, dict, list) if issubclass(kind, base)), None)
         if base is None:
             total += weight * _nbytes_of_leaf(value, kind)
         elif (length := base.__len__(value)) and len(waiting) < _MOST_LOOKS_OF_SAMPLE:
@@ -716,7 +726,7 @@ def _nbytes_of_leaf(value: Any, kind: type) -> int:
     if issubclass(kind, (int, float)):
         return _NUMBER_BYTES
     if issubclass(kind, (torch.Tensor, memoryview)):
-        return int(attribute(value, "nbytes", 0))  # sparse ones have none
+        return int(attribute(value, "nbytes", 0))
     for base in _TEXTS:
         if issubclass(kind, base):
             return int(base.__len__(value))

@@ -131,14 +131,11 @@ class SampleRandomness:
         self._cells = [cell for generator in self._all for cell in generator.cells]
         self._make_writer()
         self._snapshot = rng_memory.snapshot(self._all)
-        self._apply_python, self._apply_numpy, self._apply_torch = (
-            generator.apply for generator in self._all[:3]
-        )
         self._written = [span for each in self._all if each.is_writable for span in each.spans]
         applied = [each for each in self._all if not each.takes_effect_at_once]
         self._keepers = [(each.keep, each.set_rest) for each in applied]
         self._by_state = [each for each in self._all if isinstance(each, rng_memory.TorchByState)]
-        self._apply_own = [each.apply for each in applied if each in own]
+        self._applies = [each.apply for each in applied]
 
     def _make_writer(self) -> None:
         self._write = StateWriter(self.base_seed, self._blocks, self._cells).write
@@ -163,10 +160,7 @@ class SampleRandomness:
         self._write(
             epoch, key if type(key) is int and not occurrence else sample_word(key, occurrence)
         )
-        self._apply_python()
-        self._apply_numpy()
-        self._apply_torch()
-        for apply in self._apply_own:
+        for apply in self._applies:
             apply()
 
     def look(self) -> bool:

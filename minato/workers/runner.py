@@ -35,10 +35,10 @@ _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound, which takes about a microsecond."""
 _WORTH_WATCHING = 8
 """Watching a run for draws takes as long as binding this many samples, where no generator is saved for the program."""
-_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
+_WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 4_000_000, 600_000
 """Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
 
-It takes three microseconds, but six for each transform where samples have emptied the processor's caches.
+It takes three microseconds, but twenty, and six for each transform, where samples have emptied the processor's caches.
 """
 _MEASURE_EVERY, _MEASURE_OFTEN, _EXPENSIVE = 32, 8, 4
 """Of cheaper samples, one is timed in the first run and every 32nd; every 8th from a quarter of that cost on."""
@@ -485,10 +485,12 @@ class Runner:
         stage_runner = self._stage_runner
         if stage_runner is None:
             return self.run(position, epoch, indices, plain)
-        draws = self.cost_estimate.draws
-        is_watched = draws is None or (draws is False and self._are_cheap(len(indices)))
-        # Samples that may run again are not deferred. The lease names the transform that runs all the same.
-        stage_runner.slow_ns = 0 if is_watched and self.randomness is not None else slow_ns
+        stage_runner.slow_ns = slow_ns
+        if slow_ns and self.randomness is not None:
+            draws = self.cost_estimate.draws
+            if draws is None or (draws is False and self._are_cheap(len(indices))):
+                # Samples that may run again are not deferred. The lease names the transform that runs all the same.
+                stage_runner.slow_ns = 0
         self._runs += 1
         mean_ns, worth_ns = self.cost_estimate.mean_ns, self._worth_measuring_ns
         if mean_ns >= worth_ns:

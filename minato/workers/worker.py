@@ -185,10 +185,12 @@ class Worker:
         record = self.ledger.describe(batch)
         self._whole_size = record.count
         self.enter_epoch(record)
-        started, deferred = now_ns(), self._num_deferred()
+        started, deferral = now_ns(), self._deferral
+        before = 0 if deferral is None else deferral.num_deferred
         self.runner.enter(record.seed)
         self.run_claimed(lease, record)
-        busy_ns = self.end_lease(count - (self._num_deferred() - deferred), started)
+        deferred = 0 if deferral is None else deferral.num_deferred - before
+        busy_ns = self.end_lease(count - deferred, started)
         self.runner.observe(busy_ns / count)
 
     def enter_epoch(self, record: BatchRecord) -> None:
@@ -234,9 +236,6 @@ class Worker:
         self.idle_since = now
         self.tracer.flush()
         return busy_ns
-
-    def _num_deferred(self) -> int:
-        return 0 if self._deferral is None else self._deferral.num_deferred
 
     def resume_all(self) -> None:
         """Complete everything that was claimed."""
@@ -311,10 +310,13 @@ class Worker:
         if self.writer.keeps_batches:
             return WHOLE_BATCH
         cost_estimate = self.runner.cost_estimate
-        mean_ns, share = cost_estimate.mean_ns, self.fair_share()
+        mean_ns = cost_estimate.mean_ns
         is_apart = self.writer.collates or self.writer.has_texts
         if self._is_alone and (is_apart or not self._whole_size):
             return ALL_SAMPLES
+        if mean_ns > self._run_ns and not is_apart:
+            return 1
+        share = self.fair_share()
         is_cheap = mean_ns < _HANDOVERS * self.writer.handover_ns
         if is_apart and is_cheap and 0 < self._whole_size <= share:
             return ALL_SAMPLES

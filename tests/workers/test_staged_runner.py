@@ -164,7 +164,7 @@ def costs_of(size: int, batch_size: int, **options: Any) -> dict[str, Any]:
 
 
 def test_what_samples_cost_is_measured_in_all_workers() -> None:
-    costs = costs_of(LENGTH, 4, transforms=[Pause(0.004), str], num_workers=2)
+    costs = costs_of(LENGTH, 4, transforms=[Pause(0.006), str], num_workers=2)
     for name in ("0 Pause", "1 str", "dataset", "cpu"):
         assert costs[name].count == LENGTH
     assert costs["bytes"].total == LENGTH * 8
