@@ -706,10 +706,12 @@ def _nbytes_of(sample: object) -> int:
         if (known := _NBYTES.get(id(kind))) is not None:
             total += weight * known(value)
             continue
-        if derives(kind, UserDict):
+        base: Any = kind if kind is tuple or kind is dict or kind is list else None
+        if base is None and derives(kind, UserDict):
             value = (Kind(kind).dict_of(value) or {}).get("data")
             kind = type(value)
-        base = next((base for base in (tuple, dict, list) if issubclass(kind, base)), None)
+        if base is None:
+            base = next((base for base in (tuple, dict, list) if issubclass(kind, base)), None)
         if base is None:
             total += weight * _nbytes_of_leaf(value, kind)
         elif (length := base.__len__(value)) and len(waiting) < _MOST_LOOKS_OF_SAMPLE:

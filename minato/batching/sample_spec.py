@@ -286,7 +286,8 @@ class Handover:
     @property
     def keeps_batches(self) -> bool:
         """Whether batches stay in one worker: samples were refused, or nothing is known of them."""
-        return self.refused or not self._words.load(_PLAIN)
+        words = self._words  # for each sample
+        return words.load(_OTHERS) != 0 or not words.load(_PLAIN)
 
     @property
     def answer(self) -> bool | None:

@@ -625,6 +625,8 @@ class Runner:
         assert randomness is not None
         count, samples = len(indices), list[Any]()
         bind = self._binder(position, count, batch_size)
+        if estimate.draws is not None and not self._in_main_process:
+            return self._run(position, epoch, indices, fetch, bind)
 
         def watch(epoch: int, index: object) -> None:
             bind(epoch, index)
