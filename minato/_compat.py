@@ -864,11 +864,20 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 """All of them; those of ``transforms/rng_memory.py`` are private memory, which it verifies itself."""
 
 
+_MISSING = object()
+
+
+def _held(dataset: object, name: str, default: object = None) -> Any:
+    """An attribute of an instance; ``vars`` would make it a dictionary, with which attributes take longer."""
+    try:
+        return object.__getattribute__(dataset, name)
+    except Exception:
+        return default
+
+
 def state_is_inexact(dataset: object) -> bool:
     """Whether the state of an iterable dataset loses items: that of Hugging Face's shuffle leaves out its buffer."""
-    stages: list[Any] = []
-    if hasattr(dataset, "__dict__"):
-        stages.append(vars(dataset).get("_ex_iterable"))
+    stages: list[Any] = [_held(dataset, "_ex_iterable")]
     while stages:
         stage = stages.pop()
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
@@ -880,12 +889,12 @@ def state_is_inexact(dataset: object) -> bool:
 
 def applies_state_later(dataset: object) -> bool:
     """Whether a stream of Hugging Face: a loaded state counts from its next first item on, in each later epoch, too."""
-    return hasattr(dataset, "__dict__") and "_starting_state_dict" in vars(dataset)
+    return _held(dataset, "_starting_state_dict", _MISSING) is not _MISSING
 
 
 def take_own_epoch(dataset: object) -> None:
     """Give a stream of Hugging Face an epoch of this process: that of its forked copies is one in shared memory."""
-    if applies_state_later(dataset) and torch.is_tensor(epoch := vars(dataset).get("_epoch")):
+    if applies_state_later(dataset) and torch.is_tensor(epoch := _held(dataset, "_epoch")):
         vars(dataset)["_epoch"] = epoch.clone()
 
 
@@ -897,5 +906,7 @@ def forget_loaded_state(dataset: object) -> None:
 
 def is_split_by_rank(dataset: object) -> bool:
     """Whether a stream is one rank's share already: by Hugging Face's ``split_dataset_by_node``, or by a trainer."""
-    share = vars(dataset).get("_distributed") if hasattr(dataset, "__dict__") else None
-    return share is not None or type(dataset).__name__ == "IterableDatasetShard"
+    return (
+        _held(dataset, "_distributed") is not None
+        or type(dataset).__name__ == "IterableDatasetShard"
+    )

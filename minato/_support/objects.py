@@ -8,6 +8,7 @@ another thread meanwhile. So what is here reads the memory of objects by the fun
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import sys
 import types
@@ -57,6 +58,8 @@ vars_of: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__["__d
 _module_of: Callable[[type], object] = type.__dict__["__module__"].__get__
 name_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 """The qualified name of a class, without its metaclass."""
+_flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, as all classes written in Python
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 """Types whose items are looked at. The order of a set differs between processes."""
@@ -121,7 +124,7 @@ class Kind:
         container: Its base among dict, list, tuple and deque, or None.
     """
 
-    __slots__ = ("_dict_of", "_has_parts", "_slots", "container", "kind")
+    __slots__ = ("_dict_of", "_has_parts", "_is_in_python", "_slots", "container", "kind")
 
     def __init__(self, kind: type) -> None:
         # Its id stands for it as long as this object lives.
@@ -130,7 +133,9 @@ class Kind:
         self._dict_of: Callable[[Any], Any] | None = None
         self._slots: list[tuple[str, types.MemberDescriptorType]] = []
         self._has_parts = issubclass(kind, _WITH_PARTS)
+        self._is_in_python = not (self._has_parts or self.container)
         for one in mro_of(kind):
+            self._is_in_python &= one is object or bool(_flags_of(one) & _HEAP_TYPE)
             held = vars_of(one)
             found: Any = held.get("__dict__")
             if self._dict_of is None and is_exactly(found, MEMBERS):
@@ -150,7 +155,10 @@ class Kind:
         return self._dict_of is not None
 
     def dict_of(self, thing: object) -> dict[str, Any] | None:
-        """The live ``__dict__`` of an instance; None if it has none."""
+        """The live ``__dict__`` of an instance; None if it has none.
+
+        Until Python 3.12 the program's own access to an attribute takes longer, once its object has got a dictionary.
+        """
         held = None if self._dict_of is None else self._dict_of(thing)
         return held if issubclass(type(held), dict) else None
 
@@ -171,6 +179,8 @@ class Kind:
         Raises:
             RuntimeError: Another thread changes it.
         """
+        if (found := self.referents_of(thing)) is not None:
+            return found
         values: list[object] = []
         if self.container is not None:
             base = self.container
@@ -184,6 +194,16 @@ class Kind:
         if self._slots:
             values += [value for _, value in self.slots_of(thing)]
         return values
+
+    def referents_of(self, thing: object) -> list[object] | None:
+        """The values of an instance's attributes, which gets no ``__dict__`` by that; None: it may have one already."""
+        if not self._is_in_python:
+            return None
+        values = [each for each in gc.get_referents(thing) if each is not self.kind]
+        may_be_dict = self.has_dict and len(values) <= 1 + len(self._slots)
+        return (
+            None if may_be_dict and any(issubclass(type(each), dict) for each in values) else values
+        )
 
     def set_attribute(self, thing: object, name: str, value: object) -> None:
         """Set an attribute that an instance has."""
@@ -374,14 +394,14 @@ class Search:
         """All classes that it has met, with their bases."""
         return [*self._classes.values()]
 
-    def _kind(self, thing: object) -> Kind | None:
-        """The kind of a value; None if there is nothing in it."""
-        key = id(type(thing))
+    def _kind(self, of: type) -> Kind | None:
+        """The kind of the values of a class; None if there is nothing in them."""
+        key = id(of)
         if key in self._plain:
             return None
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = self._known.get(key) or Kind(type(thing))
+            kind = self.kinds[key] = self._known.get(key) or Kind(of)
             if issubclass(kind.kind, self._opaque):
                 self._plain.add(key)
                 return None
@@ -403,7 +423,7 @@ class Search:
     def _offer(self, node: Node) -> bool:
         """Note what is looked for; look into other objects later. False: its group leaves it out."""
         thing = node.thing
-        kind = self._kind(thing)
+        kind = self._kind(type(thing))
         if kind is None:
             return True
         if id(kind.kind) in self._wanted and self._wants(thing):
@@ -471,6 +491,8 @@ class Search:
         if type(thing) is types.FunctionType:
             for each in self._of_function(thing):
                 self._offer(each)
+        if self._hold_data(kind, thing):
+            return
         held = kind.dict_of(thing)
         get = held.get if type(held) is dict else None
         items = [] if held is None else items_of(held, dict)
@@ -481,6 +503,24 @@ class Search:
         for name, value in kind.slots_of(thing):
             self._offer(self._held(node, f".{name}", value, None, name))
 
+    def _hold_data(self, kind: Kind, thing: object) -> bool:
+        """Whether there is nothing in any attribute of an object, so that nobody needs their names."""
+        values: list[Any] | None = kind.referents_of(thing)
+        if values is None:
+            return False
+        for value in values:
+            held = self._kind(type(value))
+            if held is None:
+                continue
+            if held.kind is not held.container or id(held.kind) in self._wanted:
+                return False
+            if len(value) <= self._most_items:
+                items = [*map(itemgetter(1), items_of(value, held.container))]
+                if any(self._kind(each) is not None for each in types_in(items)):
+                    return False
+        self.looks += 1 + len(values)
+        return True
+
     def _held(
         self,
         holder: Node,
@@ -489,7 +529,7 @@ class Search:
         get: Callable[[str], object] | None = None,
         name: str = "",
     ) -> Node:
-        kind, holder_kind = self._kind(value), self.kinds[id(type(holder.thing))]
+        kind, holder_kind = self._kind(type(value)), self.kinds[id(type(holder.thing))]
         kind_id = id(type(value))
         place: Any = holder.place
         if holder_kind.container is None:
