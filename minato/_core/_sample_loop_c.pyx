@@ -122,19 +122,15 @@ def run_samples(
     cdef mn_u64 *laps
     cdef int64_t now, started = mn_now_ns(), mean = 0
     cdef uint64_t ticks = 0, before = 0
-    cdef Py_ssize_t i, first = 0, together = 1, count = len(keys)
+    cdef Py_ssize_t i = 0, first = 0, together = 1, count = len(keys)
     cdef list samples = []
     laps = int64_words(durations, &view, count, "durations")
     try:
         for i in range(count):
             begin(lease.words, position + i + 1, started, -1)
-            try:
-                if bind is not None:
-                    bind(epoch, keys[i])
-                samples.append(fetch(keys[i]))
-            except catches as error:
-                share(laps, first, i, mn_now_ns() - started, mean)
-                return samples, error
+            if bind is not None:
+                bind(epoch, keys[i])
+            samples.append(fetch(keys[i]))
             # The clock waits for all accesses to memory, which the processor would make for several samples at once.
             ticks, before = mn_ticks(), ticks
             if ticks - before < LONG_TICKS:
@@ -146,6 +142,9 @@ def run_samples(
             together = TOGETHER if mean < CHEAP_NS else 1
             first, started = i + 1, now
         return samples, None
+    except catches as error:
+        share(laps, first, i, mn_now_ns() - started, mean)
+        return samples, error
     finally:
         PyBuffer_Release(&view)
 
