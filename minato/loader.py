@@ -985,22 +985,19 @@ class _Epochs:
         persists = not self._is_new and loader._iterator is not None
         if not self._is_new:
             before, self._spec, self._engines = self._spec, loader._spec(), loader._engines
-            _check_dealt(before.sampling.dealt, self._spec.sampling.dealt)
+            old, new = before.sampling.dealt, self._spec.sampling.dealt
+            if old != new:
+                raise RuntimeError(
+                    f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of "
+                    f"rank {old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call "
+                    "loader.close()"
+                )
             self._position = loader._position
         self._is_new = False
         return self._engines.epoch(self._spec, self._position, persists=persists)
 
     def again(self, epoch: Epoch) -> Epoch | None:
         return self._engines.again(self._spec, self._position, epoch)
-
-
-def _check_dealt(old: tuple[int, int], new: tuple[int, int]) -> None:
-    """Raise RuntimeError if workers that stay host the readers of another rank."""
-    if old != new:
-        raise RuntimeError(
-            f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of rank "
-            f"{old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call loader.close()"
-        )
 
 
 class _Twin:

@@ -43,8 +43,10 @@ from minato._support.objects import (
     derives,
     failing_part,
     items_of,
+    mro_of,
     name_of,
     path_of,
+    vars_of,
 )
 from minato._support.pickling import ViewPickler
 from minato.errors import log
@@ -120,7 +122,8 @@ def share(dataset: T) -> T:
 
 def is_looked_through(kind: Kind) -> bool:
     """Whether :func:`share` looks at the attributes of objects of a class: of datasets and dataclasses."""
-    return issubclass(kind.kind, Dataset) or kind.defines("__dataclass_fields__")
+    classes = map(vars_of, mro_of(kind.kind))
+    return issubclass(kind.kind, Dataset) or any("__dataclass_fields__" in own for own in classes)
 
 
 def _large_parts(root: object) -> tuple[list[Node], list[Node]]:

@@ -213,10 +213,6 @@ class Kind:
         else:
             next(member for slot, member in self._slots if slot == name).__set__(thing, value)
 
-    def defines(self, name: str) -> bool:
-        """Whether the class or a base class has an attribute of its own with this name."""
-        return any(name in vars_of(one) for one in mro_of(self.kind))
-
 
 @functools.cache
 def _ids_of(opaque: tuple[type, ...]) -> frozenset[int]:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from minato._compat import collate_in_own_memory, collates_texts, converts_by_de
 from minato._support.items import short_name_of
 from minato._support.values import short, text_of, type_name
 from minato.batching.arena import Arena, Slot
-from minato.batching.layout import Layout, Rows
+from minato.batching.layout import Buffer, Layout, Rows
 
 __all__ = ["BatchBuilder", "Bind", "Collate", "PadCollate", "RunAgain", "like", "pad_stack"]
 
@@ -316,8 +316,6 @@ def like(first: Mapping[object, object], batch: dict[object, object]) -> Any:
 # ---- without workers ------------------------------------------------------------------------
 
 
-Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-
 _LEAST_RECYCLED_BYTES = 64 << 10
 """Smaller batches get memory of their own, which the C library hands out from warm pages."""
 _MOST_KEPT_BYTES = 32 << 20
@@ -377,10 +375,8 @@ class BatchBuilder:
         """The batch of samples of a layout; None if they have another one."""
         count = len(samples)
         nbytes = layout.fields_nbytes(count)
-        slot = memory = None
-        if nbytes >= _LEAST_RECYCLED_BYTES or self._arena.pinned_slots is not None:
-            slot = self._slot_for(nbytes)
-            memory = None if slot is None else self._arena.view(slot)
+        slot = self._slot_for(nbytes)
+        memory = None if slot is None else self._arena.view(slot)
         batch = layout.collate(samples, _SHARED_WORK_BYTES // count, memory)
         if batch is not None:
             self.nbytes = nbytes

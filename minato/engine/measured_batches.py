@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log1p
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from minato._support.values import number_of, text_of
-from minato.delivery.iterator import BatchSource, Layer
+from minato.delivery.iterator import Layer
 from minato.errors import not_the_end
 from minato.observe.observers import EpochState, LoaderSnapshot, MetricsSource, Observers
 from minato.options import CostBatches
@@ -19,19 +19,13 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.samplers import IndexBatches
 
-__all__ = ["MeasuredBatches", "SampleSource"]
+__all__ = ["MeasuredBatches"]
 
 _HOLDER = "batches"
 _ABOVE_ZERO = 1 << 40
 """Group 0 is that of samples that cost nothing, and of all samples without padding."""
 Record = Callable[[], object]
 Collate = Callable[[list[object]], object]
-
-
-class SampleSource(BatchSource, Protocol):
-    """A source of single samples, whose observers can be replaced."""
-
-    observers: Any
 
 
 class _Waiting(NamedTuple):
@@ -113,9 +107,9 @@ class _Joined:
 
 
 class MeasuredBatches(Layer):
-    """Makes batches of the samples of a source by ``collate`` (see :class:`minato.CostBatches`)."""
+    """Makes batches of the samples of an engine by ``collate`` (see :class:`minato.CostBatches`)."""
 
-    def __init__(self, source: SampleSource, batches: CostBatches, collate: Collate) -> None:
+    def __init__(self, source: Any, batches: CostBatches, collate: Collate) -> None:
         super().__init__(source)
         self._plan = batches
         self._collate = collate

@@ -20,7 +20,6 @@ from minato.observe import figures, text
 from minato.observe.epoch_log import EpochLog, EpochRecord, LoaderUse
 from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import Metrics
-from minato.observe.text import page
 from minato.observe.verdict import judge
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Report:
 
     def to_html(self) -> str:
         """A page of HTML with charts, for a file to send to somebody; it loads nothing from elsewhere."""
-        return page([self])
+        return text.page([self])
 
     def __repr__(self) -> str:
         return (

@@ -527,8 +527,12 @@ class Runner:
             return [], self.failure
         if self.tracer.enabled:
             if batch_size:
-                count_of = functools.partial(_size_of, batch_size)
-                fetch = _recorded_many(fetch, self.tracer, epoch, count_of)
+                fetch = _recorded_many(
+                    fetch,
+                    self.tracer,
+                    epoch,
+                    lambda made: len(made) if isinstance(made, list) else batch_size,
+                )
             else:
                 fetch = _recorded(fetch, self.tracer, self.lease, epoch, repeats=repeats)
         randomness, draws = self.randomness, self.cost_estimate.draws
@@ -707,10 +711,6 @@ def _recorded(
         return sample
 
     return fetched
-
-
-def _size_of(batch_size: int, made: object) -> int:
-    return len(made) if isinstance(made, list) else batch_size
 
 
 def _recorded_many(
