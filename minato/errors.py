@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import sys
 import traceback
 import warnings
@@ -25,6 +27,7 @@ __all__ = [
     "SampleTimeoutError",
     "WorkerDiedError",
     "add_note",
+    "is_skip",
     "log",
     "missing",
     "not_the_end",
@@ -97,6 +100,8 @@ class _Skip(Enum):
 
 SKIP: Final = _Skip.SKIP
 """An ``on_error`` function returns it to skip the sample."""
+is_skip = functools.partial(operator.is_, SKIP)
+"""Whether a sample is that; not by ``==``, which an array does not answer by one truth."""
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -6,6 +6,7 @@ import _thread
 import atexit
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import parent_process, util
@@ -14,7 +15,15 @@ from types import BuiltinFunctionType
 
 from minato._compat import exit_code, watch_exit_code
 
-__all__ = ["at_end", "ends_by_exception", "exiting", "living", "start_thread", "threads_are_real"]
+__all__ = [
+    "at_end",
+    "ends_by_exception",
+    "exiting",
+    "if_alive",
+    "living",
+    "start_thread",
+    "threads_are_real",
+]
 
 
 def threads_are_real() -> bool:
@@ -95,3 +104,17 @@ def _begin_exit() -> None:
 def exiting() -> bool:
     """Whether the interpreter is exiting."""
     return _exit_began
+
+
+def if_alive(
+    function: Callable[..., object], thing: object, *arguments: object
+) -> Callable[[], None]:
+    """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
+    reference = weakref.ref(thing)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            function(found, *arguments)
+
+    return call

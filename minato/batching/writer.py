@@ -33,7 +33,7 @@ from minato.batching.collate import Collate, RunAgain
 from minato.batching.layout import Layout, Rows, read_layout, share_layout
 from minato.batching.sample_spec import Handover, are_plain
 from minato.batching.serialization import DamagedError, Store, StoredIndices, damaged, listed
-from minato.errors import SKIP, not_the_end
+from minato.errors import SKIP, is_skip, not_the_end
 from minato.observe.tracer import NULL_TRACER, Tracer
 
 __all__ = ["BatchWriter"]
@@ -136,7 +136,7 @@ class BatchWriter:
             if rest := len(indices) - failed - 1:
                 self._fill(batch, k + failed + 1, rest)
             return
-        has_skipped = self._skips and any(map(_is_skipped, samples))
+        has_skipped = self._skips and any(map(is_skip, samples))
         in_one = whole and (self.collates or has_skipped or self.state is not None)
         if in_one:
             kept, skipped = samples, list[int]()
@@ -277,7 +277,7 @@ class BatchWriter:
         """Fill the places of samples some of which are skipped, after writing the others unless ``indices`` is None."""
         position = self._ledger.describe(batch).first + k
         first = 0
-        for skipped, piece in itertools.groupby(samples, _is_skipped):
+        for skipped, piece in itertools.groupby(samples, is_skip):
             run = list(piece)
             end = first + len(run)
             if not skipped:
@@ -477,7 +477,3 @@ class BatchWriter:
         fields = _Fields(generation, record.layout, packer, record.fields, now.first, count)
         self._open[batch] = fields
         return fields
-
-
-def _is_skipped(sample: object) -> bool:
-    return sample is SKIP

@@ -12,12 +12,13 @@ from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
 from minato._support.items import item_of
+from minato._support.threads import if_alive
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
 from minato.delivery.device import Copier, Pin, PinCopier, PrefetchReader, device_copier
 from minato.delivery.iterator import BatchSource
-from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs
+from minato.engine.history import History, cost_history, end_engine, save_costs
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import CopiedObjects, make_pool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,6 @@ __all__ = [
     "cost_history",
     "end_engine",
     "from_words",
-    "if_alive",
     "save_costs",
     "to_words",
 ]
@@ -206,20 +204,6 @@ def end_engine(
     finally:
         while afterwards and not exiting():
             afterwards.pop()()
-
-
-def if_alive(
-    function: Callable[..., object], thing: object, *arguments: object
-) -> Callable[[], object]:
-    """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
-    reference = weakref.ref(thing)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            function(found, *arguments)
-
-    return call
 
 
 def cost_history(plan: Plan, history: History) -> CostHistory | None:

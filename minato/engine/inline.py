@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import threading
 import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,17 @@ from minato._compat import is_profiling
 from minato._core import Lease, now_ns
 from minato._core.codes import Activity
 from minato._support.items import item_of, name_of
+from minato._support.threads import if_alive
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.blobs import Kinds, SampleError, noted
 from minato.batching.collate import BatchBuilder
 from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
 from minato.delivery.iterator import BatchSource
-from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs
+from minato.engine.history import History, cost_history, end_engine, save_costs
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, base_seed_of
-from minato.errors import SKIP, ErrorBudgetError, not_the_end
+from minato.errors import SKIP, ErrorBudgetError, is_skip, not_the_end
 from minato.observe.meters import CostStats, Meters
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
 from minato.observe.trace import LoopTrack
@@ -41,10 +42,10 @@ from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureCount, SampleRetry
-from minato.workers.fetch import Fetcher, fetcher_of
+from minato.workers.fetch import LEAST_ROWS, Fetcher, fetcher_of
 from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host
-from minato.workers.reads import InFlight, Read, close_reads, reads_of
+from minato.workers.reads import InFlight, Read, reads_of
 from minato.workers.runner import Runner, StageRunner
 from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
@@ -56,8 +57,6 @@ _ANYTHING: Kinds = (BaseException,)
 """The second KeyboardInterrupt in the same batch is the error of the sample."""
 _PATIENCE_S = 1.0
 """The longest wait for a read between two checks that its process owns it."""
-_LEAST_ROWS = 8
-"""Fewer samples that are rows are copied sooner one by one."""
 
 
 class _Batch(Outgoing):
@@ -279,7 +278,7 @@ class InlineEngine(BatchSource):
         # Not weakly: a collection that finds the engine and the host would take the states with it.
         readers.state_of = host.present
         # A collection clears references before it calls finalizers; in Python 3.14 only those that have a callback.
-        part = weakref.ref(self._current, _no_callback)
+        part = weakref.ref(self._current, lambda _: None)
         self.afterwards[0] = if_alive(_detach, readers, weakref.ref(host), part)
         return host
 
@@ -311,7 +310,7 @@ class InlineEngine(BatchSource):
         self._runner.catches = self._current.kinds
         if plan.fetching.at_once:
             self._flight = flight = _reads_in_flight(plan)
-            self.afterwards.append(functools.partial(close_reads, weakref.ref(flight.reads)))
+            self.afterwards.append(if_alive(methodcaller("close"), flight.reads))
             self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     def next(self) -> Outgoing:
@@ -380,7 +379,7 @@ class InlineEngine(BatchSource):
         if self._states is not None:
             self._states.present = None  # the next epoch begins with the dataset as it is then
         if self._epoch.readers is not None:
-            self._epoch.readers.state_of = _no_state
+            self._epoch.readers.state_of = lambda reader, ordinal: None
         try:
             if self._failures is not None:
                 self._failures.end()
@@ -427,7 +426,7 @@ class InlineEngine(BatchSource):
             self._is_entered = True
         if (
             single is not None
-            and (batch.size < _LEAST_ROWS or not self._takes_rows)
+            and (batch.size < LEAST_ROWS or not self._takes_rows)
             and runner.may_run_unbound(batch.size, self._builder.draws)
             and self._run_unbound(single, batch)
         ):
@@ -627,8 +626,6 @@ class InlineEngine(BatchSource):
 
     def _rows(self, fetcher: Fetcher, batch: _Batch) -> Any:
         """A batch of samples that are rows, copied together; None if they must be loaded one by one."""
-        if batch.size < _LEAST_ROWS:
-            return None
         begun_ns, indices = now_ns(), list(batch.given)
         rows = fetcher.rows(indices)
         made = None if rows is None else self._builder.gather(rows)
@@ -640,8 +637,7 @@ class InlineEngine(BatchSource):
 
     def _build(self, batch: _Batch, samples: object) -> None:
         """Have a batch hold its samples but those that are skipped, or the error of ``collate_fn``."""
-        # No comparison by ``==``, which an array does not answer by one truth.
-        if self._retry is not None and type(samples) is list and any(map(_is_skip, samples)):
+        if self._retry is not None and type(samples) is list and any(map(is_skip, samples)):
             places = enumerate(samples, batch.first)
             batch.skipped = [position for position, sample in places if sample is SKIP]
             samples = [sample for sample in samples if sample is not SKIP]
@@ -784,14 +780,6 @@ def _detach(
         readers.detach()
 
 
-def _no_callback(reference: weakref.ref[_Current]) -> None:
-    """Do nothing."""
-
-
-def _no_state(reader: int, ordinal: int) -> None:
-    return None
-
-
 def _transformed(runner: Runner, read: Read, transforms: Transforms, index: object) -> Any:
     return runner.transformed(read, transforms.run)
 
@@ -815,9 +803,6 @@ def _randomness(plan: WorkerPlan, history: History, seed: int) -> SampleRandomne
     # In another thread, restoring the generators would undo the draws of the main thread.
     bind = threading.current_thread() is threading.main_thread()
     return SampleRandomness(seed, bind_globals=bind, owned=owned if bind else None)
-
-
-_is_skip = functools.partial(operator.is_, SKIP)
 
 
 def _nothing_to_end() -> bool:

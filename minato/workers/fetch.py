@@ -15,12 +15,14 @@ from minato.sampling.resume import DatasetState
 from minato.transforms.compose import Transforms
 from minato.workers.plan import WorkerPlan
 
-__all__ = ["Fetcher", "Items", "fetcher_of", "one_each"]
+__all__ = ["LEAST_ROWS", "Fetcher", "Items", "fetcher_of", "one_each"]
 
 _METHODS = FunctionType, MethodDescriptorType
 """Types of ``__getitem__`` that are called sooner than an index is taken."""
 _LEAST_BOUND = 16
 """Samples for which it pays to look up the dataset's method."""
+LEAST_ROWS = 8
+"""Fewer samples that are rows are copied sooner one by one."""
 
 
 class Fetcher:
@@ -63,8 +65,8 @@ class Fetcher:
         return self._run(self._dataset[index])
 
     def rows(self, indices: list[object]) -> Rows | None:
-        """The rows that are these samples, where ``has_rows``; None if they must be loaded one by one."""
-        return rows_of(self._dataset, indices)
+        """The rows that are these samples, where ``has_rows``; None if they are to be loaded one by one."""
+        return rows_of(self._dataset, indices) if len(indices) >= LEAST_ROWS else None
 
     def single(self, index: object) -> Any:
         """The sample of one index, by a call of its own."""

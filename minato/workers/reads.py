@@ -36,7 +36,6 @@ __all__ = [
     "InFlight",
     "Read",
     "Reads",
-    "close_reads",
     "reads_of",
 ]
 
@@ -555,10 +554,3 @@ class InFlight:
     def _count(self, **by: int) -> None:
         if self._counters is not None:
             self._counters.add(**by)
-
-
-def close_reads(reference: weakref.ref[Reads]) -> None:
-    """End reads that are still there."""
-    reads = reference()
-    if reads is not None:
-        reads.close()

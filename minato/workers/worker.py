@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
+from minato._support.threads import if_alive
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
 from minato.observe.tracer import Tracer
@@ -19,7 +20,7 @@ from minato.sampling.samplers import LISTS
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, one_each
 from minato.workers.plan import WorkerPlan
-from minato.workers.reads import BegunLists, InFlight, Read, close_reads
+from minato.workers.reads import BegunLists, InFlight, Read
 from minato.workers.runner import DeferredSample, Fetch, Ran, Runner
 from minato.workers.shared_state import SharedState
 
@@ -31,8 +32,6 @@ _LONG_RUN_NS = 4_000_000
 """The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
 _LEAST_RUN_NS = 50_000
 """The same for samples that are claimed although less is left for the others: a lease itself takes microseconds."""
-_LEAST_ROWS = 8
-"""Fewer samples that are rows are copied sooner one by one."""
 _HANDOVERS = 10
 """A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
@@ -342,16 +341,15 @@ class Worker:
         samples, error = self._run(position, epoch, indices)
         if error is None or self.sample_retry is None:
             return samples, error
-        run = functools.partial(self._run_rest, epoch)
-        return self.sample_retry.complete(position, epoch, indices, samples, error, run)
-
-    def _run_rest(self, epoch: int, position: int, rest: list[object]) -> Ran:
-        return self._run(position, epoch, rest)
+        return self.sample_retry.complete(
+            *(position, epoch, indices, samples, error),
+            lambda position, rest: self._run(position, epoch, rest),
+        )
 
     def _run_rows(self, position: int, epoch: int, indices: list[object]) -> int:
         """Copy samples that are rows into places; returns how many, and the others must be loaded one by one."""
         begun_ns = now_ns()
-        rows = self.fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
+        rows = self.fetcher.rows(indices)
         done = 0 if rows is None else self.writer.deliver_rows(position, rows)
         if done:
             self.runner.record_rows(indices[:done], epoch, begun_ns)
@@ -475,7 +473,7 @@ class ConcurrentWorker(Worker):
         self._reads = reads = flight.reads
         reads.on_finished = self._wake
         # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
-        self.endings.append(functools.partial(close_reads, weakref.ref(reads)))
+        self.endings.append(if_alive(methodcaller("close"), reads))
         self._reads_lists = isinstance(reads, BegunLists)
         self._seeds = parts.plan.seeds_samples
         self._sleeping = False
