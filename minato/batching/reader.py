@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core import Ledger
 from minato._core.codes import (
@@ -15,15 +15,28 @@ from minato._core.codes import (
     TEXT_BLOB,
     TEXTS,
 )
+from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
-from minato.batching.blobs import exception_of, slot_overflow_error
+from minato.batching.blobs import exception_of, raise_sample_error, slot_overflow_error
 from minato.batching.layout import Layout, read_layout
 from minato.batching.serialization import Store, damaged
 
-__all__ = ["BatchReader", "check_texts"]
+__all__ = ["BatchDescriptor", "BatchReader", "Places", "open_batch"]
 
+Places = tuple[tuple[int, int], ...]
 _NOTHING_AT_PLACES = 1
 """The flags of a full batch without any object at its places: bit k of the flags stands for blobs of kind k."""
+
+
+class BatchDescriptor(NamedTuple):
+    """The data of which a process builds the batch of a slot; a place is an offset in the arena and bytes, or zeros."""
+
+    slot: Slot
+    layout: int  # offset of the batch's layout
+    result: tuple[int, int]  # place of the pickled batch, or of the pickled error
+    failed: bool  # a sample or the collation raised
+    texts: Places  # of the strings of each sample
+    nbytes: int  # written to the slot
 
 
 class BatchReader:
@@ -33,49 +46,37 @@ class BatchReader:
         self.ledger, self._arena, self._store = ledger, arena, store
         self._held: tuple[Slot, Any] | None = None  # the last leased slot and its view
 
+    def describe(self, batch: int, slot: Slot) -> BatchDescriptor:
+        """Return what :func:`open_batch` needs of the batch in ``slot``, or of its error."""
+        record = self.ledger.describe(batch)
+        flags = record.flags
+        failed = bool(flags & FAILED) or record.result & KIND_MASK == ERROR_BLOB
+        result = record.result & ~KIND_MASK, record.result_nbytes
+        if flags & FAILED:
+            result = self._first_error(batch)
+        texts: Places = ()
+        if flags & TEXTS and not (failed or result[0]):
+            texts = tuple(
+                (start, size) if kind == TEXT_BLOB else (0, 0)
+                for kind, start, size in self.ledger.blobs(batch)
+            )
+        return BatchDescriptor(slot, record.layout, result, failed, texts, record.used_nbytes)
+
     def failure(self, batch: int, slot: Slot) -> BaseException | None:
         """Return what a sample of the batch, or its collation, has raised; None if nothing was raised."""
         record = self.ledger.describe(batch)
-        flags, nbytes = record.flags, record.result_nbytes
-        kind, result = record.result & KIND_MASK, record.result & ~KIND_MASK
-        if not flags & FAILED and kind != ERROR_BLOB:
+        if not record.flags & FAILED and record.result & KIND_MASK != ERROR_BLOB:
             return None
-        if flags & FAILED:
-            result, nbytes = self.first_error(batch)
-        if not result:
-            return exception_of(slot_overflow_error(slot))
-        return exception_of(self._store.get(result, nbytes, None, ERROR_BLOB))
+        return exception_of(_error_of(self.describe(batch, slot), self._store))
 
     def read(self, batch: int, slot: Slot) -> Any:
         """Return the batch in ``slot``, or raise what a sample or the collation raised. Its tensors lease the slot.
 
-        If this was interrupted, it can be called again. The slot is leased by this reader, too, until ``discard``. A
-        batch that raises frees it.
+        If this was interrupted, it can be called again. The slot is leased by this reader, too, until ``discard``.
         """
-        record = self.ledger.describe(batch)
-        flags, result = record.flags, record.result & ~KIND_MASK
-        if flags & FAILED or record.result & KIND_MASK == ERROR_BLOB:
-            try:
-                error = self.failure(batch, slot)
-            finally:
-                self.discard(batch, slot)
-            try:
-                assert error is not None
-                raise error
-            finally:
-                del error  # its traceback holds this frame
-        lease = self.leased(slot, record.used_nbytes)
-        if result:
-            return self._store.get(result, record.result_nbytes, lease, SAMPLE_BLOB)
-        fields, count, layout = read_layout(self._arena.segment, record.layout, slot)
-        texts: list[Any] = []
-        if flags & TEXTS:
-            texts = [
-                self._store.get(offset, nbytes, None, kind) if kind == TEXT_BLOB else []
-                for kind, offset, nbytes in self.ledger.blobs(batch)
-            ]
-        check_texts(layout, count, texts)
-        return layout.batch(lease, fields - slot.start, count, texts)
+        descriptor = self.describe(batch, slot)
+        lease = None if descriptor.failed else self.leased(slot, descriptor.nbytes)
+        return open_batch(descriptor, self._arena.segment, self._store, lease)
 
     def leased(self, slot: Slot, used: int) -> Any:
         """Lease a slot; again, the same view, if the last call was interrupted."""
@@ -105,7 +106,7 @@ class BatchReader:
             self._held = None
         self._arena.release(slot, record.used_nbytes)
 
-    def first_error(self, batch: int) -> tuple[int, int]:
+    def _first_error(self, batch: int) -> tuple[int, int]:
         """Return offset and size of the first error of a batch."""
         for kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == ERROR_BLOB:
@@ -113,7 +114,30 @@ class BatchReader:
         raise damaged("the error of a sample")
 
 
-def check_texts(layout: Layout, count: int, texts: Sequence[object]) -> None:
+def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
+    """Return the batch of a descriptor; its arrays view the lease.
+
+    DamagedError: The memory does not hold what the workers wrote. Exception: That of a sample, or of its collation.
+    """
+    if descriptor.failed:
+        raise_sample_error(_error_of(descriptor, store))
+    offset, nbytes = descriptor.result
+    if offset:
+        return store.get(offset, nbytes, lease, SAMPLE_BLOB)
+    fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
+    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
+    _check_texts(layout, count, texts)
+    return layout.batch(lease, fields - descriptor.slot.start, count, texts)
+
+
+def _error_of(descriptor: BatchDescriptor, store: Store) -> object:
+    offset, nbytes = descriptor.result
+    if not offset:
+        return slot_overflow_error(descriptor.slot)
+    return store.get(offset, nbytes, None, ERROR_BLOB)
+
+
+def _check_texts(layout: Layout, count: int, texts: Sequence[object]) -> None:
     """Raise DamagedError unless each of ``count`` samples has as many strings as the layout."""
     if layout.num_texts:
         lengths = [len(each) if isinstance(each, (tuple, list)) else -1 for each in texts]

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, NewType, get_args, get_origin, get_type_hint
 from minato._support.files import unmapped_user
 from minato._support.threads import living, start_thread
 from minato.batching.arena import Slot
+from minato.batching.reader import BatchDescriptor
 from minato.sampling.progress import BatchPart, Completed
 from minato.shared_pool.rendezvous import Rendezvous
 
@@ -82,17 +83,6 @@ _Signed = NewType("_Signed", int)
 
 
 # ---- messages ----
-
-
-class BatchDescriptor(NamedTuple):
-    """The data of which a process builds the batch of a slot; a place is an offset in the arena and bytes, or zeros."""
-
-    slot: Slot
-    layout: int  # offset of the batch's layout
-    result: tuple[int, int]  # place of the pickled batch, or of the pickled error
-    failed: bool  # a sample or the collation raised
-    texts: Pairs  # places of the strings of each sample
-    nbytes: int  # written to the slot
 
 
 class Hello(NamedTuple):

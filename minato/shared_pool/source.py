@@ -14,19 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato._fork_safety import signals_deferred
 from minato.batching.arena import DeviceEvent, MemoryPinner, PinnedSlots, Slot
-from minato.batching.blobs import raise_sample_error, slot_overflow_error
-from minato.batching.layout import read_layout
-from minato.batching.reader import BatchReader, check_texts
+from minato.batching.reader import BatchDescriptor, BatchReader, open_batch
 from minato.batching.serialization import Store
 from minato.delivery.device import DeviceCopier, accelerator_of
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
-from minato.shared_pool.channel import BatchDescriptor
 
 if TYPE_CHECKING:
     from minato.shared_pool.client import PoolClient
@@ -39,7 +35,6 @@ __all__ = [
     "LeasedBatch",
     "RankDevice",
     "RankSource",
-    "open_batch",
 ]
 
 
@@ -91,40 +86,8 @@ class DescriptorReader(BatchReader):
 
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
         """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
-        record = self.ledger.describe(batch)
-        flags, used = record.flags, record.used_nbytes
-        failed = bool(flags & FAILED) or record.result & KIND_MASK == ERROR_BLOB
-        offset, nbytes = record.result & ~KIND_MASK, record.result_nbytes
-        if flags & FAILED:
-            offset, nbytes = self.first_error(batch)
-        texts: tuple[tuple[int, int], ...] = ()
-        if flags & TEXTS and not (failed or offset):
-            texts = tuple(
-                (start, size) if kind == TEXT_BLOB else (0, 0)
-                for kind, start, size in self.ledger.blobs(batch)
-            )
-        descriptor = BatchDescriptor(slot, record.layout, (offset, nbytes), failed, texts, used)
-        return LeasedBatch(descriptor, self.leased(slot, used))
-
-
-def open_batch(
-    descriptor: BatchDescriptor, segment: Segment, store: Store, lease: npt.NDArray[np.uint8]
-) -> Any:
-    """Return the batch of a descriptor; its arrays view the lease.
-
-    DamagedError: The memory does not hold what the workers wrote. Exception: That of a sample, or of its collation.
-    """
-    offset, nbytes = descriptor.result
-    if descriptor.failed and not offset:
-        raise_sample_error(slot_overflow_error(descriptor.slot))
-    if descriptor.failed:
-        raise_sample_error(store.get(offset, nbytes, None, ERROR_BLOB))
-    if offset:
-        return store.get(offset, nbytes, lease, SAMPLE_BLOB)
-    fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
-    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
-    check_texts(layout, count, texts)
-    return layout.batch(lease, fields - descriptor.slot.start, count, texts)
+        descriptor = self.describe(batch, slot)
+        return LeasedBatch(descriptor, self.leased(slot, descriptor.nbytes))
 
 
 class RankDevice:

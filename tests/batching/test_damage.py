@@ -23,8 +23,9 @@ from minato._core.codes import (
 )
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
+from minato.batching.reader import open_batch
 from minato.batching.serialization import DamagedError, SharedStore
-from minato.shared_pool.source import DescriptorReader, open_batch
+from minato.shared_pool.source import DescriptorReader
 from tests.batching.test_writer import SAMPLES, Desk
 from tests.datasets import assert_same, drain
 from tests.selection import numbers_for
