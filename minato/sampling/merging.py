@@ -176,12 +176,10 @@ def _merged_indices(by_rank: dict[int, PlainState]) -> PlainState:
 
 
 def _stage(by_rank: dict[int, PlainState]) -> Stage:
-    def pool_of(rank: int) -> int:
-        first: int = by_rank[rank]["loader"]["dealing"]["first"]
-        return first
-
     parts, done = [], [state["done"] for state in by_rank.values()]
-    for first, ranks in itertools.groupby(by_rank, pool_of):
+    for first, ranks in itertools.groupby(
+        by_rank, lambda rank: by_rank[rank]["loader"]["dealing"]["first"]
+    ):
         together = [by_rank[rank] for rank in ranks]
         whole = merged_ranks(
             Completed(tuple(map(tuple, each["done"]["ranges"]))) for each in together

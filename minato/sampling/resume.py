@@ -51,8 +51,6 @@ __all__ = [
     "signature",
 ]
 
-_Plain: TypeAlias = dict[str, Any]
-"""A state, or a part of one, as plain data."""
 _VERSION = 4
 _INT64 = 1 << 63
 _MOST_RANKS, _MOST_SAMPLES = 1 << 20, 1 << 40
@@ -463,7 +461,7 @@ class LoaderState:
         return cls(**{**found, "draw": drawn, "stands_for_all": stands_for_all})
 
 
-def _keep_share(found: _Plain, spec: SamplingSpec) -> None:
+def _keep_share(found: PlainState, spec: SamplingSpec) -> None:
     """Make a state that of this rank, whatever readers it holds; the others are for their ranks to save.
 
     ValueError: It does not hold all of this rank.
@@ -665,7 +663,9 @@ def _are_each(value: object, fits: Callable[[object], bool]) -> bool:
     )
 
 
-def _has(value: object, names: Iterable[str], **fits: Callable[[Any], bool]) -> TypeGuard[_Plain]:
+def _has(
+    value: object, names: Iterable[str], **fits: Callable[[Any], bool]
+) -> TypeGuard[PlainState]:
     """Whether a part of a state is a dictionary with these keys, some of whose values pass checks."""
     if not isinstance(value, dict) or value.keys() != {*names, *fits}:
         return False
