@@ -261,13 +261,14 @@ def file_of_process(path: str) -> str:
 
 def rank_and_ranks() -> tuple[int, int]:
     """Rank of this process and number of ranks: those of torch.distributed, else of the environment, else 0 of 1."""
-    if (found := _by_torch()) is not None:
+    if (found := ranks_by_torch()) is not None:
         return found
     rank, ranks = _number_in("RANK"), _number_in("WORLD_SIZE")
     return (0, 1) if rank is None or ranks is None or not 0 <= rank < ranks else (rank, ranks)
 
 
-def _by_torch() -> tuple[int, int] | None:
+def ranks_by_torch() -> tuple[int, int] | None:
+    """Rank of this process and number of ranks by torch.distributed; None: it is not initialised."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return None
@@ -284,7 +285,7 @@ def _number_in(variable: str) -> int | None:
 def _on_this_node_alone() -> tuple[int, int] | None:
     """Rank and number of ranks by torch.distributed, where these meet at an address that only this node has."""
     here = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
-    return _by_torch() if here else None
+    return ranks_by_torch() if here else None
 
 
 def _quotas() -> Iterator[float]:

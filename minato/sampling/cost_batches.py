@@ -8,11 +8,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch.distributed
+import torch
 from torch.utils.data import Sampler
 
 from minato._core import mix_seed
 from minato._support.values import items_of, number_of
+from minato._system import ranks_by_torch
 from minato.checks import check_choice, check_number, check_shard, check_whole
 from minato.sampling.dealing import Batches
 
@@ -74,11 +75,8 @@ class CostBatchSampler(Sampler[list[int]]):
         max_cost = check_number("max_cost", max_cost) or 0
         if not max_cost > 0:
             raise ValueError(f"max_cost={max_cost} is too small: give more than 0")
-        if shard is None:
-            spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-            ranks = torch.distributed.get_world_size() if spread else 1
-            shard = (torch.distributed.get_rank() if spread else 0), ranks
-        self.rank, self.num_replicas = check_shard(shard)
+        found = (ranks_by_torch() or (0, 1)) if shard is None else shard
+        self.rank, self.num_replicas = check_shard(found)
         self.max_cost = max_cost
         self.epoch = 0
         self._costs = _checked(costs)
