@@ -607,7 +607,8 @@ class InlineEngine(BatchSource):
                 )
             items, error = taken or ([], error)
             if items and self._runs_items:
-                fetcher.dataset.hold(rest, items)
+                retries = 0 if self._retry is None else self._retry.policy.retries
+                fetcher.dataset.hold(rest, items, retries > 0 or runner.is_looking)
                 items, failure = self._run_retrying(fetcher, batch, rest[: len(items)], done)
                 if failure is not None:
                     return samples + items, failure

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -132,13 +134,22 @@ class Items:
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
+        self._may_repeat = False
 
-    def hold(self, keys: Sequence[int], items: list[object]) -> None:
-        """Have these items, and no others."""
+    def hold(self, keys: Sequence[int], items: list[object], may_repeat: bool) -> None:
+        """Have these items, and no others.
+
+        Where they ``may_repeat``, each is given as a copy: transforms may change it in place before they run again.
+        """
         self._held = dict(zip(keys, items, strict=False))
+        self._may_repeat = may_repeat
 
     def __getitem__(self, key: int) -> Any:
-        return self._held[key]
+        item = self._held[key]
+        if self._may_repeat:
+            with suppress(Exception):  # it cannot be copied
+                return copy.deepcopy(item)
+        return item
 
 
 def fetcher_of(plan: WorkerPlan, reads: object = None) -> Fetcher:

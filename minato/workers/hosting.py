@@ -122,6 +122,8 @@ class HostWorker(Worker):
         self._runs_items = len(plan.pipeline.transforms) > 0
         if not self._runs_items:
             runner.cost_estimate.draws = False  # nothing runs that could
+        retry = parts.sample_retry
+        self._tries_again = retry is not None and retry.policy.retries > 0
         self._drops_short = plan.pipeline.drop_last and plan.pipeline.batched
         self._offers = self._lays_aside = plan.offers_items
         self._times_items = plan.times_items
@@ -265,9 +267,12 @@ class HostWorker(Worker):
                 return
         self._run_item(each, item)
 
+    def _hold(self, keys: Keys, items: list[object]) -> None:
+        self._items.hold(keys, items, self._tries_again or self.runner.is_looking)
+
     def _run_item(self, each: _Unread, item: object) -> None:
         epoch, keys = each.record.epoch, Keys([each.key])
-        self._items.hold(keys, [item])
+        self._hold(keys, [item])
         if each.record.bound:
             samples, error = self.run_retrying(each.position, epoch, keys)
             self._deliver(each, samples, error)
@@ -328,7 +333,7 @@ class HostWorker(Worker):
             done = len(samples)
             items, error = self._read(record, position + done, keys[done:])
             if items and self._runs_items:
-                self._items.hold(keys[done:], items)
+                self._hold(keys[done:], items)
                 end = done + len(items)
                 items, failure = self.run_retrying(position + done, record.epoch, keys[done:end])
                 self._note_costs(end - done)
@@ -368,7 +373,7 @@ class HostWorker(Worker):
             items, error = self._read(record, position, keys)
             count = len(items)
             if count and self._runs_items:
-                self._items.hold(keys, items)
+                self._hold(keys, items)
                 self.run_free(position, record.epoch, keys[:count])
                 self._note_costs(count)
             elif count:

@@ -315,6 +315,8 @@ class Runner:
         self._total, self._slowest = meters.total, meters.slowest
         self._stage_runner = stage_runner
         self._stages: list[tuple[int, int]] = [] if stage_runner is None else stage_runner.longest
+        self.may_repeat = not plan.pipeline.streams
+        """Whether cheap samples may run unbound, and again if one draws: not those that are read only once."""
         self.failure: BaseException | None = None
         """Every sample raises it: what ``worker_init_fn`` raised."""
         self.catches: Kinds = (Exception,)
@@ -364,6 +366,11 @@ class Runner:
             self.randomness = randomness = self._make_randomness(seed)
             if self._stage_runner is not None:
                 self._stage_runner.capture = randomness.capture
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next sample may run again, because it may make generators."""
+        return self.cost_estimate.draws is None and not self.cost_estimate.has_looked
 
     @property
     def is_plain(self) -> bool:
@@ -652,7 +659,7 @@ class Runner:
                 if randomness.drawn():
                     estimate.draws = True
                 elif estimate.watched == _PROBES:
-                    estimate.draws = not randomness.watches
+                    estimate.draws = not (randomness.watches and self.may_repeat)
                 if error is not None:
                     return samples, error
             if (k := len(samples)) == count > 0:

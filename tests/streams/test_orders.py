@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minato import (
@@ -193,6 +194,51 @@ def test_retries_that_do_not_help_raise_at_the_batch(order: str, workers: str) -
     # The error takes its batch with it, as with torch.
     assert 20 in lost
     assert len(lost) <= BATCH
+
+
+class Cells(Split):
+    """Each item is a list, which transforms may change."""
+
+    def __iter__(self) -> Any:
+        return ([number, 0] for number in super().__iter__())
+
+
+def counted(item: list[int]) -> list[int]:
+    item[1] += 1
+    return item
+
+
+class DrawsLate:
+    def __call__(self, item: list[int]) -> Any:
+        return [*item, random.random() if item[0] == 50 else 0]
+
+
+class MakesGenerator:
+    drawn: np.random.Generator | None = None
+
+    def __call__(self, item: list[int]) -> Any:
+        self.drawn = self.drawn or np.random.default_rng()
+        return [*item, self.drawn.random()]
+
+
+class RaisesOnce:
+    def __init__(self) -> None:
+        self.tried: set[int] = set()
+
+    def __call__(self, item: list[int]) -> Any:
+        if item[0] % 20 == 3 and item[0] not in self.tried:
+            self.tried.add(item[0])
+            raise LookupError("once")
+        return item
+
+
+@pytest.mark.parametrize("workers", ["inline", "1-process", "1-thread"])
+@pytest.mark.parametrize("step", [DrawsLate, MakesGenerator, RaisesOnce])
+def test_a_transform_that_runs_again_gets_the_item_as_it_was_read(step: Any, workers: str) -> None:
+    given = {"transforms": [counted, step()], "collate_fn": list, "errors": "retry"}
+    loader = make(Cells(60), "strict", workers, batch_size=10, readers=1, **given)
+    found = [item[:2] for batch in loader for item in batch]
+    assert found == [[number, 1] for number in range(60)]
 
 
 def test_an_epoch_of_too_many_failures_ends() -> None:
