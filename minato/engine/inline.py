@@ -38,7 +38,6 @@ from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.readers import EpochReaders
 from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
-from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureCount, SampleRetry
@@ -311,7 +310,7 @@ class InlineEngine(BatchSource):
         if plan.fetching.at_once:
             self._flight = flight = _reads_in_flight(plan)
             self.afterwards.append(if_alive(methodcaller("close"), flight.reads))
-            self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
+            self._runner.may_repeat = False  # a sample costs far more than binding it does
 
     def next(self) -> Outgoing:
         batch = self._batch
@@ -515,7 +514,7 @@ class InlineEngine(BatchSource):
                 flight.reads.wait(_PATIENCE_S if straggling_s is None else straggling_s)
             elif flight.take(read) is not None:
                 complete[read.tag] = read
-        transforms = plan.pipeline.transforms
+        transform, again = plan.pipeline.transforms.run, self._fetcher.single
         samples: list[Any] = []
         for k, index in enumerate(indices):
             read = complete[k]
@@ -523,7 +522,7 @@ class InlineEngine(BatchSource):
                 ended_ns = read.started_ns + read.duration_ns
                 self._sample_tracer.span("read", read.started_ns, ended_ns, {"index": index})
             runner.ahead_ns = read.duration_ns
-            fetch = functools.partial(_transformed, runner, read, transforms)
+            fetch = functools.partial(runner.transformed, read, transform, again)
             found, error = runner.run(first + k, self._number, [index], fetch)
             if error is not None and self._retry is not None:
                 sample, error = self._retry.settle(first + k, self._number, index, error)
@@ -779,10 +778,6 @@ def _detach(
     host = reference()
     if host is None or (host.is_at_rest and part() is not None):
         readers.detach()
-
-
-def _transformed(runner: Runner, read: Read, transforms: Transforms, index: object) -> Any:
-    return runner.transformed(read, transforms.run)
 
 
 def _reads_in_flight(plan: WorkerPlan) -> InFlight:

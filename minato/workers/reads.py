@@ -71,6 +71,7 @@ class Read:
         occurrence: How often the index came before in the epoch.
         attempts: Requests for this sample in flight; two if it is hedged.
         answered: Whether the sample is there, so that nobody waits for a further request.
+        used: Whether transforms have had the value, which they may have changed.
         complete: Makes the value of what has arrived, in the worker's thread; None if ``value`` is there.
         started_ns: When it began; 0 before that.
         asked: Number of generators that the read has got from minato.
@@ -85,6 +86,7 @@ class Read:
     occurrence: int = 0
     attempts: int = 1
     answered: bool = False
+    used: bool = False
     complete: Callable[[], object] | None = None
     value: Any = None
     error: BaseException | None = None

@@ -468,8 +468,14 @@ class Runner:
             return nullcontext()
         return self.randomness.instead(epoch, index, occurrence, restores=self._in_main_process)
 
-    def transformed(self, read: Read, transform: Fetch) -> Any:
-        """The sample of a read that has finished in another thread, without stages by ``transform``; or its error."""
+    def transformed(self, read: Read, transform: Fetch, again: Fetch, index: object) -> Any:
+        """The sample of a read that has finished in another thread, without stages by ``transform``; or its error.
+
+        One that runs once more is loaded ``again``.
+        """
+        if read.used:
+            return again(index)
+        read.used = True
         if read.error is not None:
             self.lease.step = read.step
             raise read.error

@@ -478,7 +478,7 @@ class ConcurrentWorker(Worker):
         self._seeds = parts.plan.seeds_samples
         self._sleeping = False
         self._lease = self.ledger.lease
-        self.runner.cost_estimate.draws = True  # a sample costs far more than binding it does
+        self.runner.may_repeat = False  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:
@@ -613,7 +613,9 @@ class ConcurrentWorker(Worker):
         self.runner.enter(record.seed)
 
         def fetch(indices: list[object]) -> Any:
-            return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
+            nonlocal complete
+            arrived, complete = complete, None  # a list that runs once more is loaded again
+            return fetcher.many(indices) if arrived is None else fetcher.transformed(arrived())
 
         if complete is not None:
             self.runner.ahead_ns = read.duration_ns
@@ -629,9 +631,8 @@ class ConcurrentWorker(Worker):
         runner.enter(run.record.seed)
         runner.ahead_ns = read.duration_ns
         transform = self.fetcher.transform
-        samples, error = runner.run(
-            position, epoch, [read.index], lambda _: runner.transformed(read, transform)
-        )
+        fetch = functools.partial(runner.transformed, read, transform, self.fetcher.single)
+        samples, error = runner.run(position, epoch, [read.index], fetch)
         cost_ns = runner.durations[0]
         self.ledger.note_costs(position, runner.durations, len(samples))
         if error is not None:

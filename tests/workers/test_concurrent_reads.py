@@ -318,6 +318,16 @@ def test_an_interrupted_loop_in_line_goes_on() -> None:
     assert got == list(range(8))
 
 
+class MakesGenerator:
+    """Draws from a generator that its first call makes."""
+
+    drawn: np.random.Generator | None = None
+
+    def __call__(self, sample: list[Any]) -> list[Any]:
+        self.drawn = self.drawn or np.random.default_rng()
+        return [*sample, self.drawn.random()]
+
+
 def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
     """What each sample holds."""
     loader = of(dataset, seed=7, order="strict", collate_fn=list, **arguments)
@@ -325,11 +335,12 @@ def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
 
 
 def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
-    plain = content(Draws(24), transforms=[augmented])
+    plain = content(Draws(24), transforms=[augmented, MakesGenerator()])
     assert len(plain) == 24
     for dataset in (Draws(24), DrawsAwaiting(24)):
         for num_workers in (0, 2):
-            arguments = {"num_workers": num_workers, "transforms": [augmented]}
+            steps = [augmented, MakesGenerator()]
+            arguments = {"num_workers": num_workers, "transforms": steps}
             assert content(dataset, fetch_concurrency=6, **arguments) == plain
 
 
@@ -415,9 +426,10 @@ class DrawsBegun(DrawsInLists, Begun):
 
 
 def test_random_numbers_are_those_of_getitems() -> None:
-    options: Any = {"seed": 7, "transforms": [augmented], "collate_fn": list}
+    options: Any = {"seed": 7, "collate_fn": list}
     begun, listed = (
-        list(of(kind(24), num_workers=2, **options)) for kind in (DrawsBegun, DrawsInLists)
+        list(of(kind(24), num_workers=2, transforms=[augmented, MakesGenerator()], **options))
+        for kind in (DrawsBegun, DrawsInLists)
     )
     assert begun == listed
 
