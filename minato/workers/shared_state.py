@@ -135,7 +135,7 @@ class SharedReadLimit:
 
 
 class Suspects:
-    """Batches in whose call for all samples a worker has ended: these run one by one, so that one can be blamed.
+    """Batches of which a worker has run several samples at once when it ended: now one by one, to find the cause.
 
     It takes ``SharedReadLimit.nbytes(workers)`` from ``offset`` on, a multiple of 8, of memory that every party maps;
     zeros: there is none. For each worker one batch is known, by the position of its first sample.

@@ -324,7 +324,7 @@ class WorkerRecovery:
             attempts = 0 if sample is None else self.restart_policy.deaths_on(sample)
         # The worker may have written that sample before it died.
         is_lost = error and sample and self.ledger.is_unfinished(number, sample.position)
-        if error and sample and is_lost and not self._was_in_list(number, sample.position):
+        if error and sample and is_lost and not self._was_beside_others(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
         if self.watchdog is not None:
@@ -340,14 +340,16 @@ class WorkerRecovery:
         samples = sum(self.ledger.activity(number).samples for number in workers)
         return self.wait_stats.delivered + samples
 
-    def _was_in_list(self, number: int, position: int) -> bool:
-        """Whether any sample of a batch may be the cause, in a call for all of them; they run one by one then."""
-        policy, record = self.context.policy, self.ledger.describe(self.ledger.locate(position)[0])
-        if not self.context.plan.takes_lists or position != record.first or record.count == 1:
+    def _was_beside_others(self, number: int, position: int) -> bool:
+        """Whether another sample may be the cause, in a call for all or read meanwhile; they run one by one then."""
+        policy, plan = self.context.policy, self.context.plan
+        record = self.ledger.describe(self.ledger.locate(position)[0])
+        in_list = plan.takes_lists and position == record.first and record.count > 1
+        if not (in_list or plan.begins_lists or plan.fetching.at_once):
             return False
-        if policy is None or policy.on_error == "raise" or position in self.suspects:
+        if policy is None or policy.on_error == "raise" or record.first in self.suspects:
             return False
-        self.suspects.add(number, position)
+        self.suspects.add(number, record.first)
         return True
 
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:

@@ -477,6 +477,7 @@ class ConcurrentWorker(Worker):
         self._reads_lists = isinstance(reads, BegunLists)
         self._seeds = parts.plan.seeds_samples
         self._sleeping = False
+        self._suspected: Claim | None = None
         self._lease = self.ledger.lease
         self.runner.may_repeat = False  # a sample costs far more than binding it does
 
@@ -491,6 +492,9 @@ class ConcurrentWorker(Worker):
         return not self._flight.positions and not self._reads.outstanding
 
     def step(self) -> bool:
+        if self._suspected is not None:
+            self.resume_all()
+            return True
         self._flight.hedge()
         read = self._reads.finished()
         if read is None:
@@ -529,6 +533,9 @@ class ConcurrentWorker(Worker):
                 self._take(read)
             elif not self._reads.wait(_PATIENCE_S) and self.ledger.stopping:
                 return
+        claimed, self._suspected = self._suspected, None
+        if claimed is not None:
+            self.run_lease(claimed)  # alone, so that the one that ends the worker can be blamed
 
     def _claim(self) -> bool:
         claimed = False
@@ -542,10 +549,14 @@ class ConcurrentWorker(Worker):
             if run.count == 0:
                 self.writer.collate_and_publish(run.batch)
                 continue
+            record = self.ledger.describe(run.batch)
+            if record.first in self._shared.suspects:
+                self._suspected = run
+                return True
             if self._reads_lists:
-                self._enter_list(run)
+                self._enter_list(run, record)
             else:
-                self._enter_samples(run, whole)
+                self._enter_samples(run, record, whole)
             self._show_oldest()  # before the user's code runs, which may end the process
 
     def _claim_run(self, free: int, whole: bool) -> Claim | None:
@@ -556,9 +567,8 @@ class ConcurrentWorker(Worker):
             return self.ledger.claim(WHOLE_BATCH)
         return self.ledger.claim(ALL_SAMPLES if whole else free)
 
-    def _enter_list(self, claimed: Claim) -> None:
+    def _enter_list(self, claimed: Claim, record: BatchRecord) -> None:
         """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
-        record = self.ledger.describe(claimed.batch)
         given = self.read_indices(claimed.batch, claimed.k, claimed.count)
         whole = claimed.count == record.count and len(given) > 0
         if whole and self._runs_together(record.first, given):
@@ -566,9 +576,8 @@ class ConcurrentWorker(Worker):
         else:
             self.run_lease(claimed)
 
-    def _enter_samples(self, claimed: Claim, whole: bool) -> None:
+    def _enter_samples(self, claimed: Claim, record: BatchRecord, whole: bool) -> None:
         batch, k, count = claimed.batch, claimed.k, claimed.count
-        record = self.ledger.describe(batch)
         indices = list(self.read_indices(batch, k, count))
         if not indices:  # an empty batch has a place, too
             self.runner.enter(record.seed)

@@ -383,6 +383,31 @@ def test_a_worker_that_dies_with_reads_under_way_loses_none(kind: Any, options: 
         assert indices(of(kind(24), num_workers=2, **options)) == in_fours(24)
 
 
+class Fatal(Numbers):
+    """A read that always kills its process, while others are under way."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 9:
+            os._exit(1)
+        time.sleep(0.01)
+        return index
+
+
+class FatalBegun(Fatal, Begun):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+@pytest.mark.parametrize(("kind", "options"), [(Fatal, {"fetch_concurrency": 6}), (FatalBegun, {})])
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_of_reads_under_way_only_the_deadly_one_is_skipped(
+    kind: Any, options: Any, order: str
+) -> None:
+    loader = of(kind(24), num_workers=1, order=order, errors="skip", **options)
+    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        assert sorted(flat(loader)) == sorted({*range(24)} - {9})
+
+
 @pytest.mark.parametrize(
     ("dataset", "arguments", "message"),
     [
