@@ -46,6 +46,12 @@ def test_each_worker_of_many_has_a_row_of_its_own() -> None:
     assert int((counters._counts[..., 1] == 2000).sum()) == len(workers)
 
 
+def test_readers_of_many_ranks_count_too() -> None:
+    counters = Counters("red", "blue")
+    count_in_processes(counters, "fork", [4158, 4159, 1 << 20], 1)
+    assert counters.totals() == [6, 3]
+
+
 def test_a_pickle_holds_what_was_counted() -> None:
     counters = Counters("red")
     counters.add(red=3)

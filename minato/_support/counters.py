@@ -70,7 +70,9 @@ class Counters:
     def add(self, **by: int) -> None:
         """Increment counters by name."""
         worker = get_worker_info()
-        block, row_number = divmod(0 if worker is None else 1 + worker.id, _ROWS)
+        # The number of a reader may be larger, where many ranks share the readers of a stream.
+        row_number = 0 if worker is None else (1 + worker.id) % (_BLOCKS * _ROWS)
+        block, row_number = divmod(row_number, _ROWS)
         row = self._rows[block, row_number]
         self._marks[block] = 1  # every writer stores the same value
         with self._lock:
