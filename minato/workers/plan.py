@@ -127,11 +127,17 @@ class WorkerPlan(NamedTuple):
         return roots
 
     def identity(self, number: int) -> tuple[int, int]:
-        """Number and number of workers by which a worker knows itself: those of its first reader, if it has one."""
+        """Number and number of workers by which a worker knows itself: those of its first reader, if it has one.
+
+        Other workers come after all readers, also those of other ranks.
+        """
         readers = self.readers
-        if readers is not None and number < readers.hosts:
+        if readers is None or not readers.hosts:
+            return number, self.most_workers
+        if number < readers.hosts:
             return readers.own[number], readers.number
-        return number, self.most_workers
+        further = readers.number - readers.hosts
+        return further + number, further + self.most_workers
 
     @property
     def offers_items(self) -> bool:

@@ -322,7 +322,7 @@ class ThreadPool(WorkerPool):
         if host is not None and host.has_readers:
             failure = initialise(plan, number, host)
         else:
-            with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.given):
+            with announced(*plan.identity(number), plan.base_seed, plan.pipeline.given):
                 failure = initialise(plan, number, host)
         errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
         ledger = self.state.worker_ledger(number)

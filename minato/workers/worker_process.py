@@ -340,7 +340,7 @@ def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Excep
         if host is not None and host.has_readers:
             host.initialise()
         elif plan.init_fn is not None:
-            plan.init_fn(number)
+            plan.init_fn(plan.identity(number)[0])
         plan.restore_dataset(number)
     except StopIteration as stop:
         failure = not_the_end("worker_init_fn", stop)

@@ -492,3 +492,12 @@ def test_each_worker_and_each_reader_is_initialised(
     how: Any = {"worker_init_fn": noted, "transforms": [noted.transform]}
     assert sorted(numbers(DataLoader(Split(SIZE), BATCH, **how, **options))) == list(range(SIZE))
     assert list(noted.called) == [1] * called + [0] * (8 - called)
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_workers_beside_dealt_readers_have_numbers_of_their_own(method: str) -> None:
+    noted = Noted(4)
+    how: Any = {"worker_init_fn": noted, "transforms": [noted.transform], "workers": method}
+    dealt = Readers(4, ranks=2, rank=1)
+    assert numbers(DataLoader(Split(SIZE), BATCH, num_workers=4, readers=dealt, **how))
+    assert list(noted.called) == [0, 1, 0, 1, 1, 1, 0, 0]
