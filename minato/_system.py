@@ -71,9 +71,25 @@ def memory_kills() -> int:
 
 
 def _memory_of_groups() -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each control group of this process that has a limit."""
-    yield from _numbers("", "memory.max", "memory.current")
-    yield from _numbers("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    """Limit in bytes of each control group of this process that has one, and its use without the page cache."""
+    # A program that reads files fills the group up to its limit with pages that the kernel drops when it needs room.
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    second = "memory.max", "memory.current"
+    for folder, names, whole in (("", second, ""), ("memory", first, "total_")):
+        for at in _around(folder):
+            with suppress(OSError, ValueError):  # no such group or version; "max"
+                limit, used = (int(text_of(f"{at}/{name}")) for name in names)
+                yield limit, used - _cached_bytes(at, whole)
+
+
+def _cached_bytes(group: str, whole: str) -> int:
+    """Bytes of the files that a control group keeps in memory; 0 where the kernel keeps no statistics."""
+    names, found = {f"{whole}active_file", f"{whole}inactive_file"}, 0
+    with suppress(OSError):
+        for line in text_of(f"{group}/memory.stat").splitlines():
+            name, _, number = line.partition(" ")
+            found += int(number) if name in names else 0
+    return found
 
 
 def _numbers(folder: str, first: str, second: str) -> Iterator[tuple[int, int]]:

@@ -85,6 +85,17 @@ def test_memory_in_the_first_version_of_control_groups(groups):
     assert (_system.memory_limit_bytes(), _system.available_memory_bytes()) == (9000, 7000)
 
 
+def test_files_in_the_page_cache_leave_memory_available(groups):
+    second = "anon 500\nfile 3600\nshmem 100\ninactive_file 3000\nactive_file 400\n"
+    files = {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat": second}
+    groups(files, own="4:memory:/x\n0::/a\n")
+    assert (_system.memory_limit_bytes(), _system.available_memory_bytes()) == (5000, 4400)
+    files = {"memory.limit_in_bytes": "4000", "memory.usage_in_bytes": "4000"}
+    files |= {"memory.stat": "inactive_file 7\ntotal_inactive_file 2500\ntotal_active_file 1000\n"}
+    groups({f"memory/x/{name}": text for name, text in files.items()}, own="4:memory:/x\n")
+    assert (_system.memory_limit_bytes(), _system.available_memory_bytes()) == (4000, 3500)
+
+
 def test_processes_that_were_ended_for_memory_are_counted(groups):
     groups({}, own="4:memory:/x\n0::/a\n")
     assert _system.memory_kills() == 0
