@@ -394,6 +394,7 @@ class BatchWriter:
         samples = explanation = None
         try:
             samples = gather()
+            lease.enter(FIRST_COLLATED - batch, now_ns())  # some may have run again
             with self._bound(batch):
                 result = self._collate_fn(samples)
             samples = None

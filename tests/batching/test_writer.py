@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from minato._core import ConsumerLedger
-from minato._core.codes import OPEN, READY
+from minato._core.codes import FIRST_COLLATED, OPEN, READY
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.blobs import SampleError
@@ -212,6 +212,27 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
     assert (claim.batch, claim.count) == (batch, 0)
     desk.writers[0].collate_and_publish(batch)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
+
+
+def test_a_lease_says_that_a_batch_is_collated_also_after_a_sample_of_it_has_run_again() -> None:
+    steps: list[tuple[int | None, int]] = []
+
+    def collate(samples: list[int]) -> int:
+        position, _, step = desk.ledger.lease(1)
+        steps.append((position, step))
+        return sum(samples)
+
+    def run_again(batch: int, position: int, index: object) -> list[int]:
+        desk.workers[1].lease.begin(position, 1)
+        return [7]
+
+    desk = shared_desk(1 << 30, collate_fn=collate)
+    desk.writers[1]._run_again = run_again
+    batch, slot, _ = desk.open(2)
+    desk.fill(batch, 0, [threading.Lock()], 0)
+    desk.fill(batch, 1, [1], 1)
+    assert desk.read(batch, slot) == 8
+    assert steps == [(None, FIRST_COLLATED - batch)]
 
 
 def test_a_result_that_cannot_travel_becomes_an_error() -> None:
