@@ -402,6 +402,7 @@ class RestartPolicy:
         self._kills = 0 if window is None else memory_kills()
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
         self._deaths: Counter[tuple[int | None, object]] = Counter()
+        self._raised: tuple[int, int | None] | None = None  # number and pid
         self.total = 0
         """Number of workers that have died."""
 
@@ -422,7 +423,8 @@ class RestartPolicy:
         Returns what to warn of, or None; and the error of the sample if the run continues without it, or None. Raises
         torch's RuntimeError, with an explanation as its cause.
         """
-        self.total += 1
+        is_new = (number, pid) != self._raised  # each later call of next() raises for the same one
+        self.total += is_new
         if exit_code == UNGUARDED and not (sample or collation or progress):
             raise unguarded_error(pid)
         where: tuple[int | None, object] = (None, (number, progress))
@@ -432,7 +434,8 @@ class RestartPolicy:
             where = collation.first, _COLLATION
         lost = exit_code if isinstance(exit_code, WorkerLoss) else None
         # A machine may fail with all its workers, between samples.
-        self._deaths[where] += not (lost and lost.infrastructure_fault and not sample)
+        counts = is_new and not (lost and lost.infrastructure_fault and not sample)
+        self._deaths[where] += counts
         times, between = self._deaths[where], not (sample or collation)
         unable = _is_unable(exit_code, has_begun=not between or progress > 0)
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
@@ -449,6 +452,7 @@ class RestartPolicy:
                 return None, WorkerDiedError(what)
         if self._persistent:
             what += " The loader's workers persist: call loader.close() to start new ones."
+        self._raised = number, pid
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)

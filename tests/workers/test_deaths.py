@@ -224,6 +224,13 @@ def test_deaths_before_any_sample_add_up() -> None:
     assert "3 workers died" in last_word(policy, -signal.SIGSEGV)
 
 
+def test_a_death_that_raises_counts_once_however_often_the_program_asks() -> None:
+    policy = borne(-signal.SIGSEGV, "between samples", [(0, 0)] * 2)
+    told = [last_word(policy, -signal.SIGSEGV) for _ in range(3)]
+    assert told == [told[0]] * 3
+    assert policy.total == 3
+
+
 def test_kills_from_outside_before_any_sample_are_borne_longer_but_not_for_ever() -> None:
     policy = borne(-signal.SIGKILL, "by signal: Killed .* between samples", [(0, 0)] * 9)
     assert "10 workers died there" in last_word(policy, -signal.SIGKILL)
