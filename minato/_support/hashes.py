@@ -75,8 +75,8 @@ def index_hash(index: object) -> int:
 def key_hash(key: object) -> int:
     """Return a 64-bit hash of a key's content, the same for all keys that equal it, of whichever type.
 
-    Numbers count by their value; strings, bytes, tuples, lists, arrays and sets by their content; other objects by
-    their pickle, or by their ``repr`` if they cannot be pickled.
+    Numbers count by their value; strings, bytes, tuples, lists, arrays, sets and dicts by their content; other objects
+    by their pickle, in which tensors count by content, too, or by their ``repr`` if they cannot be pickled.
     """
     try:
         digest = _digest(plain(key))
@@ -95,15 +95,27 @@ def _digest(value: Any) -> bytes:
         return _hashed(b"sequence" + b"".join(map(_digest, value)))
     if issubclass(kind, (set, frozenset)):
         return _hashed(b"set" + b"".join(sorted(_digest(plain(item)) for item in value)))
+    if issubclass(kind, dict):
+        pairs = (tuple(map(plain, pair)) for pair in dict.items(value))
+        return _hashed(b"dict" + b"".join(sorted(map(_digest, pairs))))
     if issubclass(kind, Number) and value == value:  # the hash of NaN differs between processes
         number = hash(value)
         return _hashed(b"%s%d" % (b"whole" if number == value else b"number", number))
     to = io.BytesIO()
-    pickler = pickle.Pickler(to, 4)
+    pickler = _ByContent(to, 4)
     # Without the memo, equal keys have equal bytes even if some share their parts.
     pickler.fast = True
     pickler.dump(value)
     return _hashed(b"object" + to.getvalue())
+
+
+class _ByContent(pickle.Pickler):
+    """Pickles tensors by their content: torch's own way has an address in it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if issubclass(type(value), torch.Tensor):
+            return tuple, (plain(value),)
+        return NotImplemented
 
 
 def _hashed(content: bytes) -> bytes:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -435,7 +436,7 @@ def test_keys_wrap_at_64_bits() -> None:
 
 OTHER_KEYS = """[
     "a", "b", "", b"a", ("a", "b"), ("ab",), ("a", ("b",)), (), None, 1.5, -1.5, (1, 2), (2, 1),
-    frozenset({"u", "v", "w", "x", "y", "z"}), {"p": 1}, Point(1, "y"), Point, "\\udc80",
+    frozenset({"u", "v", "w", "x", "y", "z"}), {"p": 1}, {"p": {"u", "v", "w", "x"}}, Point(1, "y"), Point, "\\udc80",
     ("a", "a"), 2 + 1j,
 ]"""
 
@@ -462,6 +463,25 @@ def test_equal_keys_have_equal_words_whatever_they_share() -> None:
     assert text is not other
     for build in (lambda a, b: (a, b), lambda a, b: {"k": [a, b]}, lambda a, b: Point(a, b)):
         assert index_hash(build(text, text)) == index_hash(build(text, other))
+
+
+@dataclasses.dataclass
+class Crop:
+    box: object
+
+
+@pytest.mark.parametrize("hold", [lambda box: {"box": box}, lambda box: ("a", [{1: box}]), Crop])
+def test_keys_with_tensors_count_by_content(hold: Callable[[object], object]) -> None:
+    keys = [
+        hold(torch.tensor(box)) for box in ([1, 2], [1, 2], [1, 3])
+    ]  # all at once: no address comes again
+    first, again, other = map(index_hash, keys)
+    assert first == again != other
+
+
+def test_equal_dictionaries_have_equal_words() -> None:
+    assert index_hash({"x": 1, "y": np.int64(2)}) == index_hash({"y": 2, "x": 1})
+    assert index_hash({"x": 1, "y": 2}) != index_hash({"x": 2, "y": 1})
 
 
 def test_a_key_that_cannot_be_pickled_is_known_by_its_repr() -> None:
