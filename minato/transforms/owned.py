@@ -1,6 +1,6 @@
 """Generators that a dataset and its transforms own: found by a search, and seeded for each sample like the global ones.
 
-Besides what :class:`~minato._support.objects.Search` visits, it looks at the attributes of classes, and at the global
+Besides what :class:`~minato._support.objects.Search` visits, it finds those that are attributes of classes, or global
 variables that functions name. The path to a generator selects its random stream, so that it draws the same numbers in
 each process.
 """
