@@ -182,8 +182,8 @@ class EngineFactory:
         """The engine of a new iterator that begins with an epoch."""
         with suppress(IndexError):  # another thread may take it
             kept, pid, inline = self._idle.pop()
-            # The tracks of a forked child are its own.
-            if kept is spec and (self._trace is None or pid == os.getpid()):
+            # Threads that read, counts of failures and tracks of a trace are those of its process.
+            if kept is spec and pid == os.getpid():
                 return inline
             inline.end()
         from minato.engine.plan import Plan

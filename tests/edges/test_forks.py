@@ -28,7 +28,16 @@ import pytest
 import torch
 
 import minato
-from minato import DataLoader, MinatoWarning, Record, Replay, _fork_safety, caching, patching
+from minato import (
+    DataLoader,
+    ErrorPolicy,
+    MinatoWarning,
+    Record,
+    Replay,
+    _fork_safety,
+    caching,
+    patching,
+)
 from minato._core.segment import Segment
 from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
@@ -1017,3 +1026,29 @@ def test_a_child_that_goes_on_does_not_write_to_its_parents_record(tmp_path: Pat
     assert total(batches) == 6
     again = DataLoader(Rows(8), 2, recording=Replay(str(path)))
     assert [batch[:, 0].tolist() for batch in again] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("kind", ["inline", "inline-reads"])
+def test_a_child_begins_an_epoch_after_one_of_its_parent(kind: str) -> None:
+    loader = rows(kind)
+    assert total(loader) == 400
+    assert code_of(forked(lambda: total(loader) == 400)) == 0
+    assert total(loader) == 400
+
+
+@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+def test_failures_in_an_epoch_of_a_child_are_none_of_its_parents(tmp_path: Path) -> None:
+    dataset = datasets.Failing(8, {3: ValueError})
+    loader = DataLoader(dataset, 2, errors=ErrorPolicy("skip", max_failures=1))
+    assert total(loader) == 7
+
+    def go_on() -> bool:
+        wait_until((tmp_path / "gate").exists)
+        return total(loader) == 7
+
+    child = forked(go_on)
+    batches = iter(loader)
+    next(batches)
+    (tmp_path / "gate").touch()
+    assert code_of(child) == 0
+    assert total(batches) == 5
