@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import operator
 import sys
@@ -27,6 +28,7 @@ __all__ = [
     "SampleTimeoutError",
     "WorkerDiedError",
     "add_note",
+    "forget_callers",
     "is_skip",
     "log",
     "missing",
@@ -142,6 +144,23 @@ def shortened(error: E) -> E:
         # Also of exceptions that allow no attributes.
         BaseException.with_traceback(error, trace)
     return error
+
+
+def forget_callers(error: BaseException) -> None:
+    """Clear the loader's frames of an exception's traceback, and those below, to which these refer, once they have run.
+
+    They may hold the exception: such a circle keeps the iterator and its dataset until a collection.
+    """
+    for one in (error, error.__cause__):
+        trace = None if one is None else one.__traceback__
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        below = frames[0] if frames else None
+        while (below := below and below.f_back) is not None:
+            frames.append(below)
+        for frame in frames:
+            if _is_loaders(frame) and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                with contextlib.suppress(RuntimeError):  # it runs
+                    frame.clear()
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from minato._fork_safety import check_owner, this_process
 from minato.batching.arena import MemoryPinner
 from minato.checks import explain_dataset
 from minato.delivery.device import Pin, memory_pinner
-from minato.errors import CLOSED, not_the_end, shortened
+from minato.errors import CLOSED, forget_callers, not_the_end, shortened
 from minato.observe.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
@@ -229,6 +229,7 @@ class BatchIterator(TorchIterator):
             if error is None:
                 return batch
             explain_dataset(self._dataset, error)
+            forget_callers(error)
             failure = id(error)
             try:
                 raise error

@@ -6,6 +6,7 @@ delivered with their batch: to a state that is taken meanwhile, those that wait 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log1p
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class _Joined:
 
     def __init__(self, observers: Observers) -> None:
         self._observers = observers
-        self._snapshot: Callable[[], LoaderSnapshot] | None = None
+        self._snapshot: weakref.WeakMethod[Callable[[], LoaderSnapshot]] | None = None
         self._is_inside = self.has_ended = False
         self._nbytes = 0  # of the samples that the source has given since the last batch
 
@@ -83,12 +84,12 @@ class _Joined:
             self._is_inside = True
 
     def leave(self, samples: int, nbytes: int, snapshot: Callable[[], LoaderSnapshot]) -> None:
-        self._snapshot = snapshot
+        self._snapshot = weakref.WeakMethod(snapshot)  # of the source, which has these observers
         self._nbytes += nbytes
 
     def give(self, samples: int) -> None:
-        if self._snapshot is not None:
-            self._observers.leave(samples, self._nbytes, self._snapshot)
+        if self._snapshot is not None and (snapshot := self._snapshot()) is not None:
+            self._observers.leave(samples, self._nbytes, snapshot)
         self._is_inside, self._nbytes = False, 0
 
     def fail(self) -> None:

@@ -41,7 +41,10 @@ class Fetcher:
         self._run = transforms.run if transforms.steps else None
         self.transform = transforms.run
         get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
-        self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
+        # Not a method, which would refer to this object, and keep it and the dataset until a collection.
+        self.one: Callable[[Any], Any] = get
+        if transforms.steps:
+            self.one = functools.partial(_transformed, dataset, transforms.run)
         self.takes_lists = batched and takes_lists(dataset)
         self.has_rows = batched and self._run is None and has_rows(dataset)
         """Whether samples are rows of tensors or arrays, which are copied together."""
@@ -61,10 +64,6 @@ class Fetcher:
         if self._run is None and type(method) in _METHODS:
             return method.__get__(self._dataset)  # type: ignore[no-any-return, union-attr]
         return self.one
-
-    def _transformed(self, index: object) -> Any:
-        assert self._run is not None
-        return self._run(self._dataset[index])
 
     def rows(self, indices: list[object]) -> Rows | None:
         """The rows that are these samples, where ``has_rows``; None if they are to be loaded one by one."""
@@ -91,6 +90,10 @@ def one_each(samples: Any, count: int) -> list[Any]:
             "it must return one for each (use order='batch')"
         )
     return list(samples)
+
+
+def _transformed(dataset: Any, run: Callable[[Any], Any], index: object) -> Any:
+    return run(dataset[index])
 
 
 class _Transformed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -12,7 +13,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import minato
 from minato import DataLoader, Observe, Readers, Record, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import at_exit
-from tests.datasets import TOO_MANY_WORKERS, Numbers, Parts, forked
+from tests.datasets import TOO_MANY_WORKERS, Failing, Numbers, Parts, forked, wait_until
 from tests.pairwise import pairwise
 
 pytestmark = [
@@ -226,3 +227,66 @@ def test_a_report_at_exit_keeps_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_
     before = left()
     for batches in BATCHES:
         check("Knows", batches, lambda: POOLS["fork"], before)
+
+
+# ---- without a collection ---------------------------------------------------------------------
+
+
+class Broken(Parts):
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        raise ValueError
+
+
+def fails(samples: object) -> None:
+    raise ValueError
+
+
+USES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "map": (lambda: Numbers(8), {}),
+    "error": (lambda: Failing(8, {3: ValueError}), {}),
+    "single error": (lambda: Failing(8, {3: StopIteration}), {"batch_size": None}),
+    "collate": (lambda: Numbers(8), {"collate_fn": fails}),
+    "transforms": (lambda: Failing(8, {3: ValueError}), {"transforms": [Adds()]}),
+    "cost": (lambda: Numbers(8), {"batch_size": minato.CostBatches(30, abs)}),
+    "stream": (lambda: Parts(8), {}),
+    "stream error": (lambda: Broken(8), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reader . ended by an exception")
+@pytest.mark.parametrize("batches", [2, 100])
+@pytest.mark.parametrize("pool", ["inline", "fork"])
+@pytest.mark.parametrize("use", USES)
+def test_what_is_dropped_is_gone_without_a_collection(use: str, pool: str, batches: int) -> None:
+    make, options = USES[use]
+    gc.collect()
+    gc.disable()
+    try:
+        dataset = make()
+        loader = DataLoader(dataset, **{"batch_size": 2, **POOLS[pool], **options})
+        kept: list[Any] = [weakref.ref(dataset), weakref.ref(loader)]
+        for _ in range(2):
+            iterator = iter(loader)
+            kept += [weakref.ref(iterator), weakref.ref(iterator._source)]  # type: ignore[attr-defined]
+            for _ in range(batches):
+                with contextlib.suppress(ValueError, RuntimeError, StopIteration):
+                    next(iterator)
+        del dataset, loader, iterator
+        assert not any(reference() for reference in kept)
+    finally:
+        gc.enable()
+
+
+def test_the_readers_of_a_thread_are_gone_without_a_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        dataset = Parts(8)
+        loader = DataLoader(dataset, 2, **POOLS["threads"])
+        assert sum(map(len, loader)) == 8
+        gone = weakref.ref(dataset)
+        del dataset, loader
+        wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()
