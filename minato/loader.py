@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -1070,17 +1071,27 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
         del given["prefetch_factor"]
     if isinstance(loader.dataset, IterableDataset):
         return given
-    sampler = loader.sampler
-    if loader.batch_size is None and loader.batch_sampler is not None:
+    sampler, batches = loader.sampler, loader.batch_sampler
+    is_usual = type(batches) is BatchSampler and batches.sampler is sampler
+    if batches is not None and not (
+        is_usual
+        and (batches.batch_size, batches.drop_last) == (loader.batch_size, loader.drop_last)
+    ):
         del given["batch_size"], given["drop_last"]
-        return {**given, "batch_sampler": loader.batch_sampler}
-    if type(sampler) is SeededSampler and cast(object, sampler.data_source) is loader.dataset:
-        return {**given, "shuffle": True}
-    if type(sampler) is RandomSampler and vars(sampler) == vars(
-        RandomSampler(sampler.data_source, generator=loader.generator)
+        return {**given, "batch_sampler": batches}
+    # One over something else than the dataset yields the indices of that.
+    of_dataset = getattr(sampler, "data_source", None) is loader.dataset
+    if of_dataset and type(sampler) is SequentialSampler:
+        return given
+    if of_dataset and (
+        type(sampler) is SeededSampler
+        or (
+            type(sampler) is RandomSampler
+            and vars(sampler) == vars(RandomSampler(loader.dataset, generator=loader.generator))
+        )
     ):
         return {**given, "shuffle": True}  # so that seed= decides it, where it is given
-    return given if type(sampler) is SequentialSampler else {**given, "sampler": sampler}
+    return {**given, "sampler": sampler}
 
 
 def _starts_threads(context: object) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 import minato
 from minato import DataLoader, MinatoWarning, Observe
@@ -244,6 +244,22 @@ def test_a_loader_of_torchs_is_taken_over(arguments: dict[str, Any]) -> None:
     assert [str(batch) for batch in loader] == [str(batch) for batch in torchs[1]]
     seeded = [[str(batch) for batch in DataLoader.from_torch(torchs[0], seed=3)] for _ in range(2)]
     assert seeded[0] == seeded[1]
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
+@pytest.mark.parametrize("make", [TorchLoader, DataLoader])
+def test_a_sampler_of_something_else_than_the_dataset_is_taken_over(make: Any, kind: Any) -> None:
+    loader = DataLoader.from_torch(make(Numbers(9), 2, sampler=kind(range(4))))
+    assert sorted(flat(indices(loader))) == [0, 1, 2, 3]
+
+
+def test_a_batch_sampler_that_was_put_in_by_force_is_taken_over() -> None:
+    torchs = TorchLoader(Numbers(8), 2)
+    torchs.batch_sampler.batch_size = 4  # type: ignore[union-attr]
+    assert len(DataLoader.from_torch(torchs)) == 2
+    torchs._DataLoader__initialized = False  # type: ignore[attr-defined]
+    torchs.batch_sampler = [[5], [6, 7]]  # type: ignore[assignment]
+    assert indices(DataLoader.from_torch(torchs)) == [[5], [6, 7]]
 
 
 @pytest.mark.parametrize("other", [None, [1, 2], Numbers(4), DataLoader])
