@@ -39,7 +39,13 @@ from minato._compat import (
     replaced_parts,
 )
 from minato._fork_safety import this_process
-from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
+from minato._support.loader_class import (
+    StandIn,
+    TorchDataLoader,
+    is_being_made,
+    is_made,
+    made_only,
+)
 from minato._support.objects import is_own_class
 from minato._support.values import text_of, type_name
 from minato._system import environment
@@ -286,9 +292,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             from minato.engine.caching import check_cache
 
             check_cache(cache, options, self._transforms, dataset)
-        # A method of a subclass with the name of an option stays what it is.
-        own = (name for name in OWN_NAMES if not hasattr(type(self), name))
-        vars(self).update({name: given[name] for name in own})
+        # What a subclass has under the name of an option stays what it is.
+        self._given = {name: given[name] for name in OWN_NAMES}
+        self._shown = frozenset(
+            name for name in OWN_NAMES if not (name in vars(self) or hasattr(type(self), name))
+        )
+        vars(self).update({name: given[name] for name in self._shown})
         self._position = EpochPosition()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
@@ -431,11 +440,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __repr__(self) -> str:
         if not is_made(self):
             return super().__repr__()
-        given = {name: vars(self).get(name, default) for name, default in DEFAULTS.items()}
         workers, order = int(self.num_workers), self._options.order
         named = {"batch_size": self.batch_size, "num_workers": workers, "order": order}
         for name in OWN_NAMES:
-            value, default = given[name], DEFAULTS[name]
+            value, default = self._given[name], DEFAULTS[name]
             if name != "order" and (type(value) is not type(default) or value != default):
                 named[name] = value
         shown = (f"{name}={text_of(value)}" for name, value in named.items() if value is not None)
@@ -666,7 +674,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     @property
     def name(self) -> str:
         """The label of the loader, see :class:`Observe`; programs that name loaders of any kind may set it."""
-        return cast(str, vars(self).get("name", self._options.name))
+        if "name" in vars(self):
+            return cast(str, vars(self)["name"])
+        return self._options.name
 
     @name.setter
     def name(self, value: str) -> None:
@@ -677,16 +687,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def __setattr__(self, attr: str, val: object) -> None:
         if is_constructed(self) and is_made(self):
-            if attr in OWN_NAMES:
-                raise ValueError(
-                    f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
-                )
+            if attr in self._shown:
+                if not is_being_made(self):
+                    raise ValueError(
+                        f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
+                    )
+                self._shown -= {attr}
             if attr == "in_order" and bool(val) != bool(self.in_order):
                 order = "strict" if val else "batch"
                 self._options = replace(self._options, order=order)
-                vars(self).update(order=order)
+                self._given = {**self._given, "order": order}
+                if "order" in self._shown:
+                    vars(self).update(order=order)
             if attr == "multiprocessing_context":
-                given = vars(self).get("workers", self._options.workers)
+                given = self._given["workers"]
                 self._options = self._options.in_context(given, _starts_threads(val))
             ours = issubclass(type(val), TransformingCollate)
             if attr == "collate_fn" and self._transforms.steps and not ours:
@@ -721,8 +735,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                 arguments.setdefault(name, getattr(self, name))
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("name", "_options", "_transforms", "_replay", "_cost_batches", *OWN_NAMES)
+        kept = ("name", "_options", "_transforms", "_replay", "_cost_batches", "_given")
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
+        vars(loader).update(self._given)
         loader._engines = self._engines.fresh()
         loader._history = self._history  # so this loader's report covers what the wrapper iterates
         keeps_order = index_sampler(loader) is index_sampler(self)
@@ -791,7 +806,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             sampling=sampling,
             transforms=self._transforms,
             collate_fn=inside,
-            cache=vars(self)["cache"],
+            cache=self._given["cache"],
             workers=workers,
             pin_memory=bool(self.pin_memory),
             options=options,
@@ -860,7 +875,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         names = ", ".join(parts)
         options = self._options
         for name in OPTION_NAMES:
-            value = vars(self).get(name, DEFAULTS[name])
+            value = self._given.get(name, vars(self).get(name))
             if name == "num_workers":
                 value = options.autoscale
             elif name == "pin_memory":
@@ -1063,8 +1078,9 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
     if ours and (cost_batches := vars(loader).get("_cost_batches")) is not None:
         given["batch_size"] = cost_batches
     if ours and own:
-        given.update({name: vars(loader)[name] for name in OWN_NAMES if name in vars(loader)})
-        if cast("DataLoader[Any]", loader)._options.begins_next_epoch:
+        mine = cast("DataLoader[Any]", loader)
+        given.update(mine._given)
+        if mine._options.begins_next_epoch:
             given["persistent_workers"] = NEXT_EPOCH
     unbound = isinstance(given["prefetch_factor"], Unbound)
     if unbound or (not ours and given["prefetch_factor"] == 2):  # torch's default
@@ -1072,11 +1088,12 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
     if isinstance(loader.dataset, IterableDataset):
         return given
     sampler, batches = loader.sampler, loader.batch_sampler
-    is_usual = type(batches) is BatchSampler and batches.sampler is sampler
-    if batches is not None and not (
-        is_usual
+    is_torchs = (
+        type(batches) is BatchSampler
+        and batches.sampler is sampler
         and (batches.batch_size, batches.drop_last) == (loader.batch_size, loader.drop_last)
-    ):
+    )
+    if batches is not None and not is_torchs:
         del given["batch_size"], given["drop_last"]
         return {**given, "batch_sampler": batches}
     # One over something else than the dataset yields the indices of that.
@@ -1087,7 +1104,8 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
         type(sampler) is SeededSampler
         or (
             type(sampler) is RandomSampler
-            and vars(sampler) == vars(RandomSampler(loader.dataset, generator=loader.generator))
+            and vars(sampler)
+            == vars(RandomSampler(sampler.data_source, generator=loader.generator))
         )
     ):
         return {**given, "shuffle": True}  # so that seed= decides it, where it is given

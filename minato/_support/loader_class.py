@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 from abc import ABCMeta
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-__all__ = ["Name", "StandIn", "TorchDataLoader", "is_made", "made_only", "rebind", "stand_in"]
+__all__ = [
+    "Name",
+    "StandIn",
+    "TorchDataLoader",
+    "is_being_made",
+    "is_made",
+    "made_only",
+    "rebind",
+    "stand_in",
+]
 
 Name = tuple[ModuleType, str]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +56,17 @@ def is_made(loader: object) -> bool:
     A subclass that takes torch's name for its base may set torch's attributes itself. It is a loader of torch's then.
     """
     return getattr(loader, "_position", None) is not None
+
+
+def is_being_made(loader: object) -> bool:
+    """Whether a constructor of a loader runs, in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, first = frame.f_code.co_name, frame.f_code.co_varnames[:1]
+        if name == "__init__" and first and frame.f_locals.get(first[0]) is loader:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def made_only(method: F) -> F:

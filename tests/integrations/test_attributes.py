@@ -64,6 +64,31 @@ def test_they_are_frozen_as_torchs_are(name: str) -> None:
     assert told[1] == told[0].replace("batch_size", name)
 
 
+def test_what_a_subclass_has_under_their_names_is_no_argument() -> None:
+    class Loader(minato.DataLoader):
+        def __init__(self, **given: Any) -> None:
+            self.name = "early"
+            assert self.name == "early"
+            self.seed = "mine"
+            super().__init__(Numbers(6), 2, **given)
+            self.order = "mine"
+
+        def cache(self) -> None:
+            pass
+
+    loader: Any = Loader(seed=3, shuffle=True, order="batch", errors="skip")
+    twin: Any = minato.DataLoader(Numbers(6), 2, True, seed=3, order="batch", errors="skip")
+    assert (loader.seed, loader.order, loader.errors) == ("mine", "mine", "skip")
+    assert repr(loader).replace("Loader", "DataLoader", 1) == repr(twin)
+    assert [each.tolist() for each in loader] == [each.tolist() for each in twin]
+    again = minato.DataLoader.from_torch(loader)
+    assert of(again) == of(twin)
+    loader.in_order = False
+    assert (loader.order, loader._options.order) == ("mine", "batch")
+    with pytest.raises(ValueError, match="errors attribute should not be set"):
+        loader.errors = "raise"
+
+
 def test_a_loader_can_be_renamed_by_programs_that_name_loaders() -> None:
     loader = minato.DataLoader(Numbers(8), observe=minato.Observe(name="training"))
     loader.name = "validation"

@@ -288,8 +288,12 @@ def attributes(base: Any, workers: int) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.num_workers = kwargs["num_workers"]
             self.prefetch_factor = 5
-            self.extra = "kept"
+            self.extra, self.device, self.seed = "kept", "cuda:3", 7  # two are arguments of ours
             super().__init__(*args, **kwargs)
+            self.order, self.transforms = "mine", [abs]
+
+        def cache(self) -> str:
+            return "a method"
 
         @contextmanager
         def prepared(self, function: Any) -> Iterator[None]:
@@ -312,7 +316,10 @@ def attributes(base: Any, workers: int) -> Any:
     if workers:
         loader.num_workers, loader.timeout = 1, 90
     loader.collate_fn = operator.itemgetter(0)
-    return changed, one_each, plain(loader), loader.extra, len(loader)
+    loader.device = "cpu"
+    own = loader.extra, loader.device, loader.seed, loader.order, loader.transforms, loader.cache()
+    again = copy.copy(loader)
+    return changed, one_each, plain(loader), own, len(loader), plain(again), again.device
 
 
 def double(worker: int) -> None:
