@@ -163,11 +163,11 @@ class SamplingSpec:
         return length_of(sampler)
 
     def batches_left(self, done: int) -> int | None:
-        """Number of batches of an epoch after the first ``done``; None if the length is unknown."""
+        """Number of batches of an epoch after the first ``done``; None if it is unknown."""
         counted, size = self.index_sampler, 1
         if self.streams:
             counted, size = self.dataset, self.batch_size or 1
-        count = length_of(counted)
+        count = None if self.by_cost else length_of(counted)
         if count is None:
             return None
         return max((count if self.drop_last else count + size - 1) // size - done, 0)

@@ -387,6 +387,16 @@ def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
             assert view.rows() == []
 
 
+def test_batches_by_cost_have_no_end_to_foretell() -> None:
+    loader = minato.DataLoader(Numbers(8), minato.CostBatches(3, lambda sample: 1))
+    with loader.live() as view:
+        batches = iter(loader)
+        next(batches)
+        assert view.rows()
+        assert (view.length, view.batches) == (None, 1)
+        list(batches)
+
+
 def test_epochs_of_one_number_are_told_apart() -> None:
     with (loader := loader_of(8)).live() as view:
         for _ in range(3):
