@@ -212,7 +212,8 @@ def cost_history(plan: Plan, history: History) -> CostHistory | None:
     if path is None:
         return None
     if history.cost_history is None:  # once: the dataset may change itself
-        dataset, steps = plan.worker.pipeline.dataset, plan.worker.pipeline.transforms.steps
+        # Without a cache, whose state has no part in the name.
+        dataset, steps = plan.spec.dataset, plan.spec.transforms.steps
         history.cost_history = CostHistory(os.fspath(path), dataset, steps)
     if history.costs is None:
         history.costs = history.cost_history.costs()

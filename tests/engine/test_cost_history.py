@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader, StragglerPolicy
+from minato.caching import DiskCache
 from minato.engine.history import from_words
 from minato.scheduling.slow_samples import SlowThreshold
-from tests.datasets import Sleepy, flat, indices, plus_one
+from tests.datasets import Numbers, Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
 
 SLOW = dict.fromkeys(range(0, 80, 5), 0.01)
@@ -47,6 +48,14 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     known = SlowThreshold(known=recent).decision.threshold_ns
     assert threshold_ns(loader(**kept)) == known > 1_000_000
     assert threshold_ns(loader(transforms=[plus_one], **kept)) == 0
+
+
+def test_a_cache_has_no_part_in_the_name(tmp_path: Path) -> None:
+    history = StragglerPolicy(history=tmp_path / "costs")
+    for name in ("one", "other"):
+        cache = DiskCache(tmp_path / name, 1 << 20)
+        assert len(flat(indices(DataLoader(Numbers(8), 2, cache=cache, stragglers=history)))) == 8
+    assert len(os.listdir(tmp_path / "costs")) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
