@@ -46,7 +46,7 @@ from minato._support.loader_class import (
     is_made,
     made_only,
 )
-from minato._support.objects import is_own_class
+from minato._support.objects import attribute, is_own_class
 from minato._support.values import text_of, type_name
 from minato._system import environment
 from minato.checks import (
@@ -754,7 +754,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
         own = is_iterable(self), index_sampler(self), is_batched(self), fetcher_is_replaced()
-        parts = *_SPEC_PARTS(self), *own
+        parts = *_SPEC_PARTS(self), *own, self._items_of_a_batch()
         kept, spec = self._engines.spec
         is_kept = spec is not None and self._session is None and spec.sampling.dealt == self._dealt
         if spec is None or not is_kept or not all(map(operator.is_, parts, kept)):
@@ -774,7 +774,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             streams=is_iterable(self),
             index_sampler=index_sampler(self),
             batched=is_batched(self),
-            batch_size=self.batch_size,
+            batch_size=self._items_of_a_batch(),
             drop_last=self.drop_last,
             generator=self.generator,
             order=options.order,
@@ -817,6 +817,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """Rank and number of ranks among which the readers of an iterable dataset are dealt."""
         readers = self._options.readers
         return (0, 1) if readers is None else readers.dealt()
+
+    def _items_of_a_batch(self) -> int | None:
+        """The batch size; that of an iterable dataset is the batch sampler's, which programs change."""
+        if not (is_iterable(self) and is_batched(self)):
+            return self.batch_size
+        return cast("int | None", attribute(self.batch_sampler, "batch_size", self.batch_size))
 
     def _num_readers(self) -> int:
         """Number of readers of an iterable dataset; 0: it is map-style."""

@@ -344,6 +344,10 @@ def frozen_attributes(base: Any, workers: int) -> Any:
         loader.batch_size = 4
     except ValueError as error:
         epochs.append(str(error))
+    stream = base(Parts(12), 2, num_workers=workers, persistent_workers=workers > 0)
+    for size in (2, 3, 4, 1):
+        stream.batch_sampler.batch_size = size
+        epochs.append(plain(stream))
     return epochs
 
 
