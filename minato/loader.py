@@ -754,7 +754,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
         own = is_iterable(self), index_sampler(self), is_batched(self), fetcher_is_replaced()
-        parts = *_SPEC_PARTS(self), *own, self._items_of_a_batch()
+        parts = *_SPEC_PARTS(self), *own, self._items_of_a_batch(), self._num_readers()
         kept, spec = self._engines.spec
         is_kept = spec is not None and self._session is None and spec.sampling.dealt == self._dealt
         if spec is None or not is_kept or not all(map(operator.is_, parts, kept)):
@@ -831,6 +831,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         readers = self._options.readers
         if readers is not None and (readers.count is not None or readers.where == "main"):
             return readers.count or 1
+        if self.num_workers > 0 and (kept := getattr(self._iterator, "num_readers", 0)):
+            return int(kept)  # of workers that stay, whatever num_workers is now
         return max(int(self.num_workers), 1)
 
     def _fresh_history(self) -> History:

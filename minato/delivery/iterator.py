@@ -345,6 +345,12 @@ class BatchIterator(TorchIterator):
         self._shutdown_workers()
 
     @property
+    def num_readers(self) -> int:
+        """Number of readers of an iterable dataset; 0: it is map-style."""
+        readers = self._epoch.readers
+        return 0 if readers is None else readers.count
+
+    @property
     def has_ended(self) -> bool:
         """Whether its workers are gone, so that it can deliver no further epoch."""
         return self._source is None

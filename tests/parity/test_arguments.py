@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import minato
-from tests.datasets import Numbers, Samples, Stream, flat
+from tests.datasets import Numbers, Parts, Samples, Stream, flat
 from tests.parity.harness import (
     ARGUMENTS,
     AS_TORCH_IS_NOW,
@@ -252,6 +252,19 @@ def test_other_attributes_may_be_changed_between_passes(name: str) -> None:
             CHANGES[name].manual_seed(3)
         setattr(loader, name, CHANGES[name])
         return seen_attributes(loader), drain(iter(loader))
+
+    same_for_both(case)
+
+
+@pytest.mark.parametrize("number", [3, 1, 0])
+def test_persistent_workers_stay_whatever_their_number_becomes(number: int) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Parts(12), 2, num_workers=2, persistent_workers=True)
+        found = [drain(iter(loader))]
+        loader.num_workers = number
+        found += [drain(iter(loader)), drain(iter(loader))]
+        loader._iterator = None
+        return found, drain(iter(loader))
 
     same_for_both(case)
 
