@@ -48,6 +48,7 @@ __all__ = [
     "check_family",
     "check_parts",
     "is_stateful",
+    "items_of",
     "signature",
 ]
 
@@ -235,6 +236,14 @@ class SamplerState:
     def _load_samplers(self) -> None:
         for sampler, state in zip(self._stateful, self._state["samplers"], strict=True):
             sampler.load_state_dict(copy.deepcopy(state))
+
+
+def items_of(iterator: Iterator[Any]) -> Iterator[Any]:
+    """What an iterator yields until its end, after which it is not asked again.
+
+    Nor is it asked for its iterator: some samplers are their own, begin again then, and draw.
+    """
+    return itertools.chain(map(next, itertools.repeat(iterator)))
 
 
 def _kept_torch() -> Callable[[], object]:

@@ -205,6 +205,42 @@ def test_how_often_a_sampler_is_asked(workers: dict[str, Any], own: dict[str, An
         same_for_both(case, **own)
 
 
+class Deck:
+    """Its own iterator, which shuffles whenever it is asked for one."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.left = size, list[int]()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.left = torch.randperm(self.size).tolist()
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        return [self.left.pop()]
+
+
+@each
+def test_a_sampler_that_is_its_own_iterator(workers: dict[str, Any], own: dict[str, Any]) -> None:
+    def case(make: Any) -> Any:
+        loader = make(Numbers(7), batch_sampler=Deck(7), **workers)
+        return [*loader], [*itertools.islice(loader, 3)], [*loader], torch.rand(2)
+
+    same_for_both(case, **own)
+
+
+def test_a_sampler_that_is_its_own_iterator_is_resumed() -> None:
+    torch.manual_seed(5)
+    loader = minato.DataLoader(Numbers(9), batch_sampler=Deck(9))
+    iterator = iter(loader)
+    seen = [int(next(iterator)) for _ in range(4)]
+    other = minato.DataLoader(Numbers(9), batch_sampler=Deck(9))
+    other.load_state_dict(loader.state_dict())
+    assert [int(batch) for batch in other] == [int(batch) for batch in iterator]
+    assert len({*seen}) == 4
+
+
 class Drawing(OnlyIter):
     """Draws from torch's generator for each key."""
 
