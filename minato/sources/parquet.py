@@ -217,6 +217,11 @@ class Parquet(KeyedSource):
         """The files as they were given; a URL or a path as a :class:`Place`."""
         return self._groups.files
 
+    def is_transient(self, error: Exception) -> bool:
+        """Whether to read again: a row group's error names the group, and what went wrong is its cause."""
+        cause = error.__cause__ if isinstance(error, SourceError) else None
+        return super().is_transient(cause if isinstance(cause, Exception) else error)
+
     def open_connection(self) -> tuple[threading.Lock, OrderedDict[int, _Rows]]:
         """The row groups that this process keeps."""
         return threading.Lock(), OrderedDict()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import minato
-from minato.sources.base import SourceError
+from minato.sources.base import Retry, SourceError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: install the extra 'test'")
 
@@ -196,6 +196,27 @@ def test_a_row_group_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> N
     path.write_bytes(whole[:4] + bytes(300) + whole[304:])
     with pytest.raises(SourceError, match=r"row group 0 of '.*damaged.parquet'"):
         Parquet(path)[0]
+
+
+def test_a_row_group_whose_connection_was_lost_is_read_again(folder: Path) -> None:
+    local = pytest.importorskip("fsspec.implementations.local")
+    failures = [ConnectionError("reset")]
+
+    class Flaky(local.LocalFileSystem):  # type: ignore[misc, name-defined]
+        cachable = False
+        reads = False
+
+        def _open(self, path: str, *arguments: Any, **keywords: Any) -> Any:
+            if self.reads and failures:
+                raise failures.pop()
+            return super()._open(path, *arguments, **keywords)
+
+    files = Flaky()
+    source = Parquet(str(folder), filesystem=files, retry=Retry(first_s=0))
+    assert len(source) == ROWS
+    files.reads = True
+    assert source[7]["id"] == 7
+    assert (failures, source.retries) == ([], 1)
 
 
 @pytest.mark.parametrize("wrong", [{"columns": ["price"]}, {"where": ds.field("price") > 3}])
