@@ -18,6 +18,7 @@ from minato._support.items import short_name_of
 from minato._support.values import short, text_of, type_name
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Buffer, Layout, Rows
+from minato.checks import given_whole
 
 __all__ = ["BatchBuilder", "Bind", "Collate", "PadCollate", "RunAgain", "like", "pad_stack"]
 
@@ -232,8 +233,10 @@ def pad_stack(
         shape (number,), int64.
 
     Raises:
-        ValueError: They differ in another dimension, or hold integers among which the padding value is not.
+        ValueError: They differ in another dimension, or hold integers among which the padding value is not; or
+            ``multiple_of`` is below 1.
     """
+    given_whole("multiple_of", multiple_of, 1)
     tensors = [torch.as_tensor(each) for each in arrays]
     shapes = {tuple(each.shape[1:]) for each in tensors}
     if len(shapes) != 1 or any(each.ndim == 0 for each in tensors):
@@ -252,8 +255,10 @@ def pad_stack(
             raise ValueError(
                 f"the padding value {value!r} is none of {dtype}, of which the samples are: it would become {held!r}"
             )
-    for row, each in zip(stack, tensors, strict=True):
-        row[: len(each)] = each
+    for k, each in enumerate(
+        tensors
+    ):  # not over rows of the stack, whose gradients autograd refuses
+        stack[k, : len(each)] = each
     return stack, lengths
 
 

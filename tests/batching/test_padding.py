@@ -28,6 +28,18 @@ def test_arrays_are_filled_up_to_the_longest() -> None:
     assert lengths.tolist() == [0, 0]
 
 
+def test_gradients_reach_what_was_padded() -> None:
+    samples = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    PadCollate()(samples).sum().backward()
+    assert [each.grad.tolist() for each in samples if each.grad is not None] == [[1] * 2, [1] * 3]
+
+
+@pytest.mark.parametrize("multiple_of", [0, -4])
+def test_a_multiple_below_one_is_refused(multiple_of: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple_of={multiple_of} is too small"):
+        PadCollate(multiple_of=multiple_of)([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     "dtypes",
     ["int64 float64", "uint8 int64", "bool int8", "float16 bfloat16", "int64 float32 bool"],
