@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from minato._core import types_in
+from minato._support.values import plain
 
 __all__ = [
     "MEMBERS",
@@ -85,7 +86,8 @@ def attribute(thing: object, name: str, default: object = None) -> Any:
 
 def figures_of(dataset: object) -> dict[str, float]:
     """What ``minato_figures()`` of a dataset's class returns: numbers by name for a report; empty without it."""
-    return _asked(dataset, "minato_figures")
+    # Plain ones: JSON knows neither the numbers of NumPy nor those of torch.
+    return {name: plain(value) for name, value in _asked(dataset, "minato_figures").items()}
 
 
 def facts_of(dataset: object) -> dict[str, str]:

@@ -219,6 +219,16 @@ def test_a_dataset_that_answers_to_any_name_has_a_report() -> None:
         assert run(DataLoader(AnyName(found), 4)).run.throughput.samples == 8
 
 
+def test_the_figures_of_a_dataset_may_be_those_of_numpy_and_torch() -> None:
+    class Told(Numbers):
+        def minato_figures(self) -> dict[str, Any]:
+            return {"loss": np.float32(0.5), "rows": np.int64(3), "mean": torch.tensor(2.0)}
+
+    told = DataLoader(Told(4)).report()
+    assert json.loads(told.to_json())["dataset"] == {"loss": 0.5, "rows": 3, "mean": 2.0}
+    assert all(name in told.details() for name in told.dataset)
+
+
 def test_details_leave_out_what_is_zero(report: Report) -> None:
     told = report.details()
     for words in ("collate and copy", "Slowest samples", "samples per s", "how to read it"):
