@@ -61,4 +61,7 @@ class Files(KeyedSource):
 
     def list_keys(self) -> Sequence[str]:
         with self.connections.lease() as (system, directory):
-            return sorted(path[len(directory) + 1 :] for path in system.find(directory))
+            found = sorted(path[len(directory) + 1 :] for path in system.find(directory))
+            if not found and not system.exists(directory):
+                raise FileNotFoundError(directory)
+        return found

@@ -63,6 +63,12 @@ def test_keys_stay_in_the_folder(key: str, tmp_path: Path) -> None:
     assert repr(key) in str(told.value)
 
 
+def test_a_directory_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
+    assert len(Files(str(tmp_path))) == 0
+    with pytest.raises(SourceError, match="cannot read the list of keys: FileNotFoundError.*/none"):
+        len(Files(f"{tmp_path}/none"))
+
+
 def test_keys_that_only_look_like_it(tmp_path: Path) -> None:
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data" / "a..b").write_bytes(b"content")
