@@ -112,7 +112,7 @@ def _digest(value: Any) -> bytes:
 class _ByContent(pickle.Pickler):
     """Pickles tensors by their content: torch's own way has an address in it."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if issubclass(type(value), torch.Tensor):
             return tuple, (plain(value),)
         return NotImplemented

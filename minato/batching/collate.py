@@ -255,9 +255,8 @@ def pad_stack(
             raise ValueError(
                 f"the padding value {value!r} is none of {dtype}, of which the samples are: it would become {held!r}"
             )
-    for k, each in enumerate(
-        tensors
-    ):  # not over rows of the stack, whose gradients autograd refuses
+    # Not over rows of the stack, whose gradients autograd refuses.
+    for k, each in enumerate(tensors):
         stack[k, : len(each)] = each
     return stack, lengths
 

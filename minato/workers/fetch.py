@@ -19,6 +19,7 @@ from minato.workers.plan import WorkerPlan
 
 __all__ = ["LEAST_ROWS", "Fetcher", "Items", "fetcher_of", "one_each"]
 
+_Load = Callable[[Any], Any]
 _METHODS = FunctionType, MethodDescriptorType
 """Types of ``__getitem__`` that are called sooner than an index is taken."""
 _LEAST_BOUND = 16
@@ -42,9 +43,9 @@ class Fetcher:
         self.transform = transforms.run
         get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
         # Not a method, which would refer to this object, and keep it and the dataset until a collection.
-        self.one: Callable[[Any], Any] = get
+        self.one: _Load = get
         if transforms.steps:
-            self.one = functools.partial(_transformed, dataset, transforms.run)
+            self.one = functools.partial(_transformed, get, transforms.run)
         self.takes_lists = batched and takes_lists(dataset)
         self.has_rows = batched and self._run is None and has_rows(dataset)
         """Whether samples are rows of tensors or arrays, which are copied together."""
@@ -56,7 +57,7 @@ class Fetcher:
 
     present = state
 
-    def now(self, count: int) -> Callable[[Any], Any]:
+    def now(self, count: int) -> _Load:
         """As ``one``, for some samples now: the method itself takes less time than an index, but to look it up."""
         if count < _LEAST_BOUND:
             return self.one
@@ -92,8 +93,8 @@ def one_each(samples: Any, count: int) -> list[Any]:
     return list(samples)
 
 
-def _transformed(dataset: Any, run: Callable[[Any], Any], index: object) -> Any:
-    return run(dataset[index])
+def _transformed(get: _Load, run: _Load, index: object) -> Any:
+    return run(get(index))
 
 
 class _Transformed:

@@ -494,9 +494,7 @@ def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Ho
             return method(host, *args, **kwargs)
         finally:
             set_reading(host._around)
-            host._reading.announce = (
-                nullcontext  # else it may refer to the host, which refers to it
-            )
+            host._reading.announce = nullcontext  # it may refer to the host, which refers to it
 
     return apart
 
