@@ -753,8 +753,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
-        own = is_iterable(self), index_sampler(self), is_batched(self), fetcher_is_replaced()
-        parts = *_SPEC_PARTS(self), *own, self._items_of_a_batch(), self._num_readers()
+        streams = is_iterable(self)
+        own = streams, index_sampler(self), is_batched(self), fetcher_is_replaced()
+        of_stream = (self._items_of_a_batch(), self._num_readers()) if streams else ()
+        parts = *_SPEC_PARTS(self), *own, *of_stream
         kept, spec = self._engines.spec
         is_kept = spec is not None and self._session is None and spec.sampling.dealt == self._dealt
         if spec is None or not is_kept or not all(map(operator.is_, parts, kept)):

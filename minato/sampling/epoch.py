@@ -33,8 +33,8 @@ from minato.sampling.resume import (
     LoaderState,
     SamplerState,
     is_stateful,
-    items_of,
     signature,
+    until_end,
 )
 from minato.sampling.samplers import (
     OTHER_INDICES,
@@ -158,7 +158,7 @@ class Epoch:
 
     def _first_batches(self, state: LoaderState) -> Completed:
         """What this rank had when another one, which steps with it, had as many batches."""
-        batches = map(_tried(self._maker()), items_of(self.draw.redraw(state.draw)))
+        batches = map(_tried(self._maker()), until_end(self.draw.redraw(state.draw)))
         first = list(itertools.islice(filter(_is_made, batches), state.done.batches))
         end = sum(len(batch) or 1 for batch in first)
         tally = total(map(Tally.of, first))
@@ -248,7 +248,7 @@ class Epoch:
         if state is not None:
             make = _tried(self._maker())
             return self._after(
-                state, lambda restores: map(make, items_of(self.draw.redraw(state.draw, restores)))
+                state, lambda restores: map(make, until_end(self.draw.redraw(state.draw, restores)))
             )
         return self._drawn(self.draw.redraw(self.draw.taken()))
 
@@ -287,8 +287,8 @@ class Epoch:
             indices = iter(seeded)
         self.draw.before_first(indices)
         if self._restored:
-            for first in itertools.islice(items_of(indices), 1):
-                return self._drawn(itertools.chain([first], items_of(indices)))
+            for first in itertools.islice(until_end(indices), 1):
+                return self._drawn(itertools.chain([first], until_end(indices)))
             # The state says that the sampler's last iterator had ended: only the next one starts at the beginning.
             indices = iter(sampler)
         return self._drawn(indices)
@@ -298,7 +298,7 @@ class Epoch:
         ahead = drawn_ahead(spec.index_sampler, spec.batched)
         if ahead > 1 and type(indices) in _PLAIN_ITERATORS:
             return Source(indices, None if spec.batched else batch_maker(False), may_die, ahead)
-        return Source(items_of(indices), self._maker(), may_die)
+        return Source(until_end(indices), self._maker(), may_die)
 
     def _maker(self) -> Callable[[Any], Any]:
         """A function that makes the indices of the next batch of what the sampler yields."""

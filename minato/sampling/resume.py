@@ -48,8 +48,8 @@ __all__ = [
     "check_family",
     "check_parts",
     "is_stateful",
-    "items_of",
     "signature",
+    "until_end",
 ]
 
 _VERSION = 4
@@ -238,7 +238,7 @@ class SamplerState:
             sampler.load_state_dict(copy.deepcopy(state))
 
 
-def items_of(iterator: Iterator[Any]) -> Iterator[Any]:
+def until_end(iterator: Iterator[Any]) -> Iterator[Any]:
     """What an iterator yields until its end, after which it is not asked again.
 
     Nor is it asked for its iterator: some samplers are their own, begin again then, and draw.
