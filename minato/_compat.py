@@ -83,6 +83,10 @@ def length_was_asked(iterator: TorchIterator) -> bool:
     return iterator._IterableDataset_len_called is not None
 
 
+INDEX_SAMPLER = "_index_sampler"
+"""The name of the attribute that :func:`index_sampler` returns."""
+
+
 def index_sampler(loader: TorchDataLoader[object]) -> Any:
     """The sampler of a loader's batches, or of its samples if it does not batch."""
     return loader._index_sampler
@@ -118,40 +122,35 @@ def _is_torchs(value: object, module: ModuleType) -> bool:
     return own and value.__module__ == module.__name__
 
 
-def _with_members(*parts: object) -> list[object]:
-    found = [*parts]
-    for part in parts:
-        if isinstance(part, type):
-            found += vars(part).values()
+def _parts() -> list[object]:
+    """What torch's engine without workers uses, and all members of its classes."""
+    kinds = (
+        *(dataloader._SingleProcessDataLoaderIter, dataloader._DatasetKind, _DatasetKind),
+        *(fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher, fetch._BaseDatasetFetcher),
+    )
+    found = [*kinds, TorchDataLoader._get_iterator, TorchIterator._next_index]
+    for kind in kinds:
+        if isinstance(kind, type):
+            found += vars(kind).values()
     return found
 
 
-def _fetcher_parts() -> list[object]:
-    return _with_members(_DatasetKind, fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher)
+_TORCHS: list[object] = []
+"""These parts when they were found to be torch's; empty: they were not."""
 
 
-def _iterator_parts() -> list[object]:
-    single = dataloader._SingleProcessDataLoaderIter
-    return _with_members(single, TorchDataLoader._get_iterator, TorchIterator._next_index)
-
-
-def _stream_parts() -> list[object]:
-    """What it also uses for iterable datasets."""
-    return _with_members(_DatasetKind, fetch._IterableDatasetFetcher, fetch._BaseDatasetFetcher)
+def parts_stay() -> bool:
+    """Whether no part of torch's engine without workers is replaced, which each epoch asks; False: look closer."""
+    return _parts() == _TORCHS
 
 
 def fetcher_is_replaced() -> bool:
     """Whether the program has put another class or method in the place of torch's fetcher of map-style datasets."""
-    if _fetcher_parts() == _FETCHER:
-        return False  # each epoch asks
+    if parts_stay():
+        return False
     parts = fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher
     own = _is_torchs(_DatasetKind, dataloader) and all(_is_torchs(part, fetch) for part in parts)
     return not own
-
-
-_FETCHER: list[object] = []
-_FETCHER += [] if fetcher_is_replaced() else _fetcher_parts()
-"""The parts of the fetcher when they were found to be torch's."""
 
 
 def make_fetcher(dataset: object, batched: bool, collate_fn: object, drop_last: bool) -> Any:
@@ -173,9 +172,8 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     ``__init__`` and ``_reset`` of the iterators' base, ``default_collate`` and what it calls, and ``pin_memory`` are
     not among them: minato uses what is in their place.
     """
-    known = not workers and _iterator_parts() == _ITERATOR
-    if known and not (streams and _stream_parts() != _STREAMS):
-        return []  # each epoch asks
+    if not workers and parts_stay():
+        return []
     found = []
 
     def look(module: ModuleType, owner: type | ModuleType, name: str) -> None:
@@ -199,12 +197,11 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     return found
 
 
-_ITERATOR: list[object] = []
-_STREAMS: list[object] = []
-_found = replaced_parts(streams=True, worker_processes=False, workers=0, pins=False)
-_ITERATOR += [] if _found else _iterator_parts()
-_STREAMS += [] if _found else _stream_parts()
-"""What torch's engine without workers uses, when it was found to be torch's."""
+if not (
+    replaced_parts(streams=True, worker_processes=False, workers=0, pins=False)
+    or fetcher_is_replaced()
+):
+    _TORCHS += _parts()
 
 
 # --- torch's workers ------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from minato import _distribution  # noqa: F401  # minato/__init__.py may be another project's
 from minato._compat import (
+    INDEX_SAMPLER,
     TorchIterator,
     fetcher_is_replaced,
     in_starting_child,
@@ -36,6 +37,7 @@ from minato._compat import (
     is_batched,
     is_constructed,
     is_iterable,
+    parts_stay,
     replaced_parts,
 )
 from minato._fork_safety import this_process
@@ -92,6 +94,7 @@ from minato.sampling.samplers import (
     SamplingSpec,
     SeededSampler,
     independent,
+    nested,
     next_sampler,
     set_sampler_epoch,
     with_own_epochs,
@@ -404,7 +407,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         iterator = getattr(self, "_iterator", None)
         # A program may have ended its workers. Those that persist may have read ahead of a state, with which their
         # datasets begin again.
-        if getattr(iterator, "has_ended", False) or (is_made(self) and self._position.has_state):
+        if iterator is not None and (
+            getattr(iterator, "has_ended", False) or (is_made(self) and self._position.has_state)
+        ):
             self._iterator = None
         try:
             iterator = super().__iter__()
@@ -412,8 +417,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             explain_dataset(self.dataset, shortened(error))
             raise
         if is_made(self):
-            alive = [each for each in self._open_iterators if each() is not None]
-            self._open_iterators = [*alive, weakref.ref(iterator)]
+            opened = self._open_iterators
+            opened[:] = [each for each in opened if each() is not None]
+            opened.append(weakref.ref(iterator))
         return iterator
 
     @made_only
@@ -462,7 +468,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             raise TypeError("epoch=None: give an integer")
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"epoch={number} is not possible: give an integer of 64 bits")
-        set_sampler_epoch(index_sampler(self), epoch)
+        set_sampler_epoch(nested(index_sampler(self)), epoch)
         self._position.set_epoch(number)
 
     @made_only
@@ -753,8 +759,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
-        streams = is_iterable(self)
-        own = streams, index_sampler(self), is_batched(self), fetcher_is_replaced()
+        streams, stays = is_iterable(self), parts_stay()
+        own = streams, stays, not stays and fetcher_is_replaced()
         of_stream = (self._items_of_a_batch(), self._num_readers()) if streams else ()
         parts = *_SPEC_PARTS(self), *own, *of_stream
         kept, spec = self._engines.spec
@@ -850,6 +856,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
             return super()._get_iterator()
+        spec = self._spec()
+        is_known = self._history.views_of == (spec, this_process.pid)
+        if self.num_workers > 0 or not is_known:
+            iterator = self._torchs_iterator()
+            if iterator is not None:
+                return iterator
+            self._check_workers(spec)
+        if not is_known:
+            self._inspector(spec).open_views()
+        epochs = _Epochs(spec, self._engines, self._position)
+        return self._batch_iterator(spec, self._engines, self._history, epochs)
+
+    def _torchs_iterator(self) -> TorchIterator | None:
+        """An iterator of torch's engine, where that loads; None: minato's does."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
             if self._transforms.steps:
@@ -861,15 +881,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._options.readers is not None:
                 self._refuse_data_pipes("readers=")
             return super()._get_iterator()
-        parts = self._replaced_parts()
-        if parts:
-            return self._torchs_iterator(parts)
-        spec = self._spec()
-        self._check_workers(spec)
-        if self._history.views_of != (spec, this_process.pid):
-            self._inspector(spec).open_views()
-        epochs = _Epochs(spec, self._engines, self._position)
-        return self._batch_iterator(spec, self._engines, self._history, epochs)
+        if parts := self._replaced_parts():
+            self._refuse_beside(parts)
+            return super()._get_iterator()
+        return None
 
     def _replaced_parts(self) -> list[str]:
         """The parts of torch's engine that the program has replaced, and that only torch's engine uses."""
@@ -880,8 +895,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             pins=bool(self.pin_memory),
         )
 
-    def _torchs_iterator(self, parts: list[str]) -> TorchIterator:
-        """An iterator of torch's engine, because the program has replaced parts of it."""
+    def _refuse_beside(self, parts: list[str]) -> None:
+        """Refuse options that torch's engine lacks, where the program has replaced parts of it; warn of these once."""
         names = ", ".join(parts)
         options = self._options
         for name in OPTION_NAMES:
@@ -906,7 +921,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             warn(
                 f"the program has replaced {names}, which minato's engine does not use: torch's engine loads"
             )
-        return super()._get_iterator()
 
     def _refuse_replaced_parts(self, feature: str) -> None:
         parts = self._replaced_parts()
@@ -939,8 +953,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Args:
             loader: Has torch's attributes; by default this one.
         """
-        from minato.delivery.iterator import BatchIterator
-
         wrap: Callable[[Any], Any] | None = None
         may_pin = self._options.target is None
         pins_ahead = self._session is None and self.num_workers > 0
@@ -958,7 +970,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             wrap = functools.partial(MeasuredBatches, batches=self._cost_batches, collate=collate)
             pins_ahead = False
         make_source = functools.partial(engines.source, spec, history, wrap)
-        return BatchIterator(loader or self, make_source, epochs, may_pin, pins_ahead)
+        return _iterator_class()(loader or self, make_source, epochs, may_pin, pins_ahead)
 
     def _separate_batches(self) -> Iterator[Any]:
         """Batches of an epoch that changes nothing of this loader, and no file."""
@@ -996,6 +1008,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             raise ValueError(
                 f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
+
+
+@functools.cache
+def _iterator_class() -> type[BatchIterator]:
+    from minato.delivery.iterator import BatchIterator  # with it come all stages
+
+    return BatchIterator
 
 
 class _Epochs:
@@ -1131,5 +1150,6 @@ _SPEC_PARTS = operator.attrgetter(
     *("dataset", "batch_size", "drop_last", "generator", "num_workers", "multiprocessing_context"),
     *("worker_init_fn", "prefetch_factor", "persistent_workers", "timeout", "collate_fn"),
     *("pin_memory", "_transforms", "_options", "_replay", "_session"),
+    *("batch_sampler", INDEX_SAMPLER),
 )
 """The attributes that decide a ``LoaderSpec``, apart from ``cache``, which cannot be set."""

@@ -131,9 +131,16 @@ def set_resumed(states: Sequence[object]) -> None:
     _this_thread.reading.resumed = states
 
 
-@contextmanager
-def reading_again(items: object, count: float) -> Iterator[None]:
+def reading_again(items: object, count: float) -> AbstractContextManager[None]:
     """Have an iterator load a state after which an earlier run has read on; at most ``count`` items come again."""
+    return _reading_again(items, count) if count or _again.count else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _reading_again(items: object, count: float) -> Iterator[None]:
     before = _again.items, _again.count
     _again.items, _again.count = items, count
     try:

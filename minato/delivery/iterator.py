@@ -194,7 +194,7 @@ class BatchIterator(TorchIterator):
 
     def _begin_again(self) -> None:
         """Begin another epoch instead, if ``set_epoch`` was called after ``iter()``, as some trainers do."""
-        epoch = self._epochs.again(self._epoch)
+        epoch = self._epochs.again(self._epoch) if self._epoch.may_be_replaced else None
         if epoch is not None and self._source is not None:
             self._epoch = epoch
             self._base_seed = epoch.set_base_seed(int(self._base_seed))
@@ -228,8 +228,9 @@ class BatchIterator(TorchIterator):
             self._turn.release()
             if error is None:
                 return batch
-            explain_dataset(self._dataset, error)
-            forget_callers(error)
+            if not isinstance(error, StopIteration):
+                explain_dataset(self._dataset, error)
+                forget_callers(error)
             failure = id(error)
             try:
                 raise error
@@ -309,7 +310,7 @@ class BatchIterator(TorchIterator):
         except StopIteration:
             if not self._persistent_workers:
                 self._ending, self._source = source, None
-                self._shutdown_workers()
+                self._end()
             raise
         if self._pin_memory and given.error is None and not given.is_pinned:
             self._pinned(source, given)

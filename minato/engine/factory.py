@@ -6,7 +6,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from minato.engine.spec import LoaderSpec
@@ -71,6 +70,7 @@ class EngineFactory:
     """Begins epochs and makes engines for one loader; it holds no loader.
 
     Attributes:
+        idle: The engine that an iterator has left for the next one, after the loader and the process it is for.
         told_parts: Replaced parts of torch's engine that a warning has named.
         spec: The loader as it was last, after the attributes that it was made of; None before.
     """
@@ -82,7 +82,7 @@ class EngineFactory:
         self._trace = trace
         self._spare_arenas = ArenaCache()
         self._looked_for_generators = False
-        self._idle: list[tuple[LoaderSpec, int, InlineEngine]] = []
+        self.idle: list[tuple[LoaderSpec, int, InlineEngine]] = []
         self.told_parts: list[str] = []
         self.spec: tuple[tuple[Any, ...], LoaderSpec | None] = (), None
 
@@ -96,10 +96,9 @@ class EngineFactory:
     def epoch(self, spec: LoaderSpec, position: EpochPosition, *, persists: bool) -> Epoch:
         """Begin the next epoch; ``persists``: the iterator of the last one continues."""
         session = None if self._session is None or self._session.alone else self._session
-        resumes = position.resumes
-        whole, done = spec, None
+        whole, done, resumes = spec, None, None
         if session is not None:
-            whole = session.pooled(spec)
+            whole, resumes = session.pooled(spec), position.resumes
             if resumes is not None:
                 done = session.done_by_all(spec, *resumes)
         epoch, state = position.open(whole.sampling, done=done, persists=persists)
@@ -109,16 +108,12 @@ class EngineFactory:
         persist = spec.workers.persistent or spec.workers.count == 0
         if spec.keeps_dataset_states and epoch.dataset_states is None:
             epoch.dataset_states = DatasetStates(spec.max_dataset_states, persist, state)
+        # With compat="torch" an epoch is what it was when it began, as with torch.
         epoch.may_be_replaced = spec.options.seeds_samples
         return epoch
 
     def again(self, spec: LoaderSpec, position: EpochPosition, epoch: Epoch) -> Epoch | None:
-        """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not.
-
-        With ``compat="torch"`` an epoch is what it was when it began, as with torch.
-        """
-        if not spec.options.seeds_samples:
-            return None
+        """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not."""
         session = None if self._session is None or self._session.alone else self._session
         whole = spec if session is None else session.pooled(spec)
         other = position.begin_again(whole.sampling, epoch)
@@ -180,8 +175,11 @@ class EngineFactory:
         pin: Pin | None = None,
     ) -> AnyEngine:
         """The engine of a new iterator that begins with an epoch."""
-        with suppress(IndexError):  # another thread may take it
-            kept, pid, inline = self._idle.pop()
+        try:  # another thread may take it
+            kept, pid, inline = self.idle.pop()
+        except IndexError:
+            pass
+        else:
             # Threads that read, counts of failures and tracks of a trace are those of its process.
             if kept is spec and pid == os.getpid():
                 return inline
@@ -200,22 +198,14 @@ class EngineFactory:
         if plan.worker.in_main_process:
             from minato.engine.inline import InlineEngine
 
-            keep: weakref.WeakMethod[Callable[..., object]] = weakref.WeakMethod(self._keep)
-            made = InlineEngine(plan, arena, history, functools.partial(_kept, keep, spec))
+            keep = functools.partial(_kept, weakref.ref(self), spec)
+            made = InlineEngine(plan, arena, history, keep)
             return self._tracked(made, arena, tracks)
         from minato.engine.engine import Engine
 
         self._warn_of_generators(plan, history)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
         return self._tracked(engine, arena, tracks)
-
-    def _keep(self, spec: LoaderSpec, engine: InlineEngine) -> bool:
-        """Keep the engine of an iterator that has ended for the next one; False if it will not serve another."""
-        # The keys of a cache follow from the dataset as each epoch finds it.
-        if self._idle or spec.cache is not None:
-            return False
-        self._idle.append((spec, os.getpid(), engine))
-        return True
 
     def _tracked(self, engine: AnyEngine, arena: Arena, tracks: Tracks | None) -> AnyEngine:
         # The next engine takes the arena, whose pages are warm, when no worker writes to it any more.
@@ -240,8 +230,11 @@ class EngineFactory:
         history.warn_of_generators(found.others)
 
 
-def _kept(
-    keep: weakref.WeakMethod[Callable[..., object]], spec: LoaderSpec, engine: InlineEngine
-) -> bool:
-    method = keep()
-    return method is not None and bool(method(spec, engine))
+def _kept(reference: weakref.ref[EngineFactory], spec: LoaderSpec, engine: InlineEngine) -> bool:
+    """Keep the engine of an iterator that has ended for the next one; False if it will not serve another."""
+    factory = reference()
+    # The keys of a cache follow from the dataset as each epoch finds it.
+    if factory is None or factory.idle or spec.cache is not None:
+        return False
+    factory.idle.append((spec, os.getpid(), engine))
+    return True

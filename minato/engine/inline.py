@@ -379,6 +379,7 @@ class InlineEngine(BatchSource):
             self._states.present = None  # the next epoch begins with the dataset as it is then
         if self._epoch.readers is not None:
             self._epoch.readers.state_of = lambda reader, ordinal: None
+            self.afterwards[0] = _nothing_to_end
         try:
             if self._failures is not None:
                 self._failures.end()

@@ -140,10 +140,13 @@ class Inspector:
 
     def open_views(self) -> None:
         """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
-        if self._history.epoch_log is None or get_worker_info() is not None:
-            return
-        _open("the report at the end", self._keep_for_exit, self._history.epoch_log)
-        _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
+        if get_worker_info() is None and self._history.epoch_log is not None:
+            self._open_views(self._history.epoch_log)
+        self._history.views_of = self._spec, this_process.pid
+
+    def _open_views(self, epoch_log: EpochLog) -> None:
+        _open("the report at the end", self._keep_for_exit, epoch_log)
+        _open("the figures of the machine", self._watch_machine, epoch_log)
         if environment("MINATO_LIVE") and local_rank() == 0:
             from minato.observe.live import Live
 
@@ -156,7 +159,6 @@ class Inspector:
             _open("the metrics", lambda: self._serve_metrics(parse_address(port, variable)))
         if self.metrics_url is not None or observe.stats == "gpu":
             _open("the figures of the GPUs", self.watch_gpus)
-        self._history.views_of = self._spec, this_process.pid
 
     def close_views(self) -> None:
         """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""

@@ -65,7 +65,7 @@ class LoaderSpec:
     @property
     def keeps_dataset_states(self) -> bool:
         """Whether each worker's copy of a map-style dataset has a state of its own."""
-        return not self.sampling.streams and is_stateful(self.dataset)
+        return not self.sampling.streams and is_stateful(self.sampling.dataset)
 
     @property
     def max_dataset_states(self) -> int:

@@ -221,15 +221,15 @@ class CostStats:
         steps = (f"{number} {name}" for number, name in enumerate(step_names))
         self.run = dict.fromkeys((*_FIXED, *steps), EMPTY)
         """The histograms by name: the fixed ones, then ``0 First``, ``1 Second`` …"""
+        self._counts = [0] * len(self.run)
 
     def update(self, workers: Sequence[Meters]) -> None:
         """Read the meters of all workers; a histogram that was read before stays as it was."""
-        rows = (map(_COUNT, worker.all) for worker in workers)
-        counts = [*map(sum, zip(*rows, strict=True))]
-        known = [*map(_COUNT, self.run.values())]
-        if counts != known:
+        rows = [list(map(_COUNT, worker.all)) for worker in workers]
+        counts = rows[0] if len(rows) == 1 else [*map(sum, zip(*rows, strict=True))]
+        if counts != self._counts:
             run = {**self.run}
             for place, name in enumerate(run):
-                if counts[place] != known[place]:
+                if counts[place] != self._counts[place]:
                     run[name] = merged([worker.all[place] for worker in workers])
-            self.run = run
+            self.run, self._counts = run, [each.count for each in run.values()]

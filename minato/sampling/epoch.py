@@ -93,6 +93,7 @@ class Epoch:
     Args:
         state: The state to resume; None: the epoch starts at its beginning.
         restored: A loaded state has set its samplers.
+        before: The draw of the epoch before it, if that is known.
 
     Attributes:
         drawn_epoch: The epoch of the seed that torch draws: that of the sampler or of ``set_epoch``. By default it is
@@ -118,6 +119,7 @@ class Epoch:
         state: LoaderState | None = None,
         restored: bool = False,
         prefetches_next: bool = True,
+        before: SamplerState | None = None,
     ) -> None:
         self.number = number
         self.drawn_epoch = drawn_epoch
@@ -141,7 +143,7 @@ class Epoch:
         self._state = state
         self._restored = restored
         self._default = None if state is None else torch.default_generator.get_state()
-        self.draw = SamplerState(spec)
+        self.draw = SamplerState(spec, before)
         if state is not None and state.stands_for_all:
             state = self._state = replace(state, done=self._first_batches(state))
         done = None if state is None else state.done
@@ -171,7 +173,7 @@ class Epoch:
         Some samplers count on when they are exhausted, which may be already.
         """
         self.iterator = iterator
-        self.sampler_epoch = epoch_of(self._spec.index_sampler)
+        self.sampler_epoch = epoch_of(self.draw.samplers)
         self.has_started, self.replaces = True, None
 
     def set_base_seed(self, drawn: int) -> int:
@@ -427,22 +429,24 @@ class EpochPosition:
             done: The complete part of the resumed epoch, if the loaded state does not know it.
             persists: The iterator of the last epoch continues.
         """
-        sampler, loaded, last = spec.index_sampler, self._pending(), self.last
-        begin = functools.partial(Epoch, spec, prefetches_next=self._may_predict())
+        loaded = None if self._loaded is None else self._pending()
+        last, samplers = self.last, nested(spec.index_sampler)
+        predicts, draw = self._may_predict(), None if last is None else last.draw
+        begin = functools.partial(Epoch, spec, prefetches_next=predicts, before=draw)
         if loaded is not None and not loaded.finished:
             state = loaded if done is None else replace(loaded, done=done)
             if (of_sampler := state.draw.get("epoch")) is not None:
-                set_sampler_epoch(sampler, of_sampler)
+                set_sampler_epoch(samplers, of_sampler)
             epoch = begin(state.epoch, drawn_epoch=state.drawn_epoch, state=state)
         else:
-            number, drawn_epoch = self._next(sampler, persists)
+            number, drawn_epoch = self._next(samplers, persists)
             restored = False
             if loaded is not None:
                 self._loaded = replace(loaded, epoch=number - 1)
                 draw = SamplerState(spec)
                 draw.load(loaded.draw)
                 restored = draw.num_stateful > 0
-            _set_seeded(sampler, number)
+            _set_seeded(samplers, number)
             epoch = begin(number, drawn_epoch=drawn_epoch, restored=restored)
         if persists and last is not None:
             epoch.dataset_states = last.dataset_states  # its workers keep theirs
@@ -450,7 +454,7 @@ class EpochPosition:
             epoch.readers = self._readers(spec, loaded, last if persists else None)
             if loaded is not None and loaded.finished and self._loaded is not None:
                 self._loaded = replace(self._loaded, readers=epoch.readers.at_start())
-        self._begin(epoch, sampler)
+        self._begin(epoch)
         return epoch, None if loaded is None else loaded.dataset_states
 
     def _readers(
@@ -480,23 +484,24 @@ class EpochPosition:
         self._dataset_epoch = of_dataset
         return readers
 
-    def _next(self, sampler: object, persists: bool) -> tuple[int, int]:
+    def _next(self, samplers: list[Any], persists: bool) -> tuple[int, int]:
         """Number and ``drawn_epoch`` of the next epoch, which starts at its beginning."""
-        chosen, last = self._choice(sampler), self.last
+        chosen, last = self._choice(samplers), self.last
         if chosen is not None:
             return chosen, chosen
         if last is not None and not last.has_started:  # its iter() was interrupted, or failed
             return last.number, last.drawn_epoch
-        return self.epoch + 1, last.drawn_epoch + 1 if persists and last is not None else 0
+        number = self._number if self._loaded is None else self.epoch
+        return number + 1, last.drawn_epoch + 1 if persists and last is not None else 0
 
-    def _choice(self, sampler: object) -> int | None:
+    def _choice(self, samplers: list[Any]) -> int | None:
         """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""
-        of_sampler = epoch_of(sampler)
+        of_sampler = epoch_of(samplers)
         return self._chosen if of_sampler in (None, self._sampler_epoch) else of_sampler
 
-    def _begin(self, epoch: Epoch, sampler: object) -> None:
+    def _begin(self, epoch: Epoch) -> None:
         """Go on to an epoch: all at once, as the handler of a signal may raise at any line."""
-        of_sampler = epoch_of(sampler)
+        of_sampler = epoch_of(epoch.draw.samplers)
         vars(self).update(last=epoch, _number=epoch.number, _sampler_epoch=of_sampler, _chosen=None)
 
     def begin_again(self, spec: SamplingSpec, epoch: Epoch) -> Epoch | None:
@@ -504,32 +509,33 @@ class EpochPosition:
 
         A resumed epoch stays what the state says. The order is drawn again as it was the first time.
         """
-        again, sampler = self.last, spec.index_sampler
+        again = self.last
         last = again and (again.replaces or again)
         if again is None or last is None or last.is_resumed or epoch not in (last, again):
             return None
-        chosen = self._instead(spec, last)
+        chosen, samplers = self._instead(spec, last), last.draw.samplers
         if chosen is None and again is last:
             self._chosen, last.may_be_replaced = None, False
             return None
         chosen = again.number if chosen is None else chosen  # that one was interrupted
-        _set_seeded(sampler, chosen)
-        drawn = {**last.draw.taken(), "epoch": epoch_of(sampler)}
+        _set_seeded(samplers, chosen)
+        drawn = {**last.draw.taken(), "epoch": epoch_of(samplers)}
         state = LoaderState({}, chosen, False, drawn, None, last.base_seed, chosen)
         other = Epoch(
             spec, chosen, drawn_epoch=chosen, state=state, prefetches_next=last.prefetches_next
         )
         other.dataset_states, other.replaces = last.dataset_states, last
+        other.may_be_replaced = True
         if last.readers is not None:
             plain = _readers_instead(spec, last.readers, chosen)
             other.readers = _made_readers(spec, plain)
             self._dataset_epoch = _dataset_epoch(spec.dataset)
-        self._begin(other, sampler)
+        self._begin(other)
         return other
 
     def _instead(self, spec: SamplingSpec, last: Epoch) -> int | None:
         """The epoch that ``set_epoch`` has chosen in place of one; None: it has not, or the epoch is the same."""
-        of_sampler, readers = epoch_of(spec.index_sampler), last.readers
+        of_sampler, readers = epoch_of(last.draw.samplers), last.readers
         is_moved = of_sampler != last.sampler_epoch
         chosen = of_sampler if is_moved and of_sampler is not None else self._chosen
         # The copies of a stream also get the number that would have come by itself.
@@ -544,7 +550,7 @@ class EpochPosition:
         chosen = self._instead(spec, last)
         if chosen is None:
             return None
-        drawn = {**last.draw.taken(), "epoch": epoch_of(spec.index_sampler)}
+        drawn = {**last.draw.taken(), "epoch": epoch_of(last.draw.samplers)}
         states, readers = last.dataset_states, last.readers
         return LoaderState(
             signature(spec, SamplerState(spec)),
@@ -557,7 +563,7 @@ class EpochPosition:
         """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
         if (instead := self._state_instead(spec)) is not None:
             return instead.to_plain()
-        loaded, chosen = self._pending(), self._choice(spec.index_sampler)
+        loaded, chosen = self._pending(), self._choice(nested(spec.index_sampler))
         if loaded is not None:
             epoch = loaded.epoch if chosen is None or not loaded.finished else chosen - 1
             return replace(loaded, epoch=epoch).to_plain()
@@ -606,8 +612,9 @@ class EpochPosition:
         self._loaded = loaded
         self._chosen = self.last = self._seeds = None
         # So that a later set_epoch() of the sampler is noticed whatever its number.
-        if _set_seeded(spec.index_sampler, loaded.epoch):
-            self._sampler_epoch = epoch_of(spec.index_sampler)
+        samplers = nested(spec.index_sampler)
+        if _set_seeded(samplers, loaded.epoch):
+            self._sampler_epoch = epoch_of(samplers)
 
     def coverage(self) -> Coverage:
         """The coverage of the last epoch's indices."""
@@ -648,9 +655,11 @@ def _dataset_epoch(dataset: object) -> int | None:
     return value if epoch is not None and isinstance(value := plain_value(epoch), int) else None
 
 
-def _set_seeded(sampler: object, epoch: int) -> bool:
+def _set_seeded(samplers: list[Any], epoch: int) -> bool:
     """Set the epoch of the samplers whose order is a function of it; False if there is none."""
-    seeded = [one for one in nested(sampler) if issubclass(type(one), SEEDED)]
-    for one in seeded:
-        one.set_epoch(epoch)
-    return bool(seeded)
+    found = False
+    for one in samplers:
+        if issubclass(type(one), SEEDED):
+            one.set_epoch(epoch)
+            found = True
+    return found

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from types import GeneratorType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -105,27 +106,34 @@ class SamplerState:
 
     They are taken twice, as some samplers draw in ``iter(sampler)``, and others in the first ``next()`` of its result.
     If ``iter()`` cannot have drawn, the first states are dropped.
+
+    Args:
+        before: That of another epoch, most likely of the same samplers.
+
+    Attributes:
+        samplers: The sampler, the one it draws from, and so on.
     """
 
-    def __init__(self, spec: SamplingSpec) -> None:
+    def __init__(self, spec: SamplingSpec, before: SamplerState | None = None) -> None:
         self._sampler = spec.index_sampler
-        samplers = self._samplers = nested(self._sampler)
-        # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes.
-        own = [spec.generator]
-        own += [attribute(one, "generator") for one in samplers if not is_exactly(one, SEEDED)]
-        own = [one for one in own if one is not None]
-        distinct = {id(one): one for one in own if isinstance(one, torch.Generator)}
-        distinct.pop(id(torch.default_generator), None)
-        self._generators = [torch.default_generator, *distinct.values()]
-        self._needs_default = not all(is_exactly(sampler, DRAWS_NOTHING) for sampler in samplers)
-        self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
-        self.num_generators, self.num_stateful = len(distinct), len(self._stateful)
+        samplers = self.samplers = nested(self._sampler)
+        self._given = given = _generators_of(samplers, spec.generator)
+        if before is None or not (_same(samplers, before.samplers) and _same(given, before._given)):
+            distinct = {id(one): one for one in given if isinstance(one, torch.Generator)}
+            distinct.pop(id(torch.default_generator), None)
+            self._generators = [torch.default_generator, *distinct.values()]
+            self._needs_default = not all(is_exactly(each, DRAWS_NOTHING) for each in samplers)
+            self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
+        else:
+            self._generators, self._stateful = before._generators, before._stateful
+            self._needs_default = before._needs_default
+        self.num_generators, self.num_stateful = len(self._generators) - 1, len(self._stateful)
         self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
         self._error: ExceptionWrapper | None = None
 
     def before_iter(self) -> None:
         """Take the states before ``iter(sampler)``; if it is called several times, the last one counts."""
-        self._state["epoch"] = epoch_of(self._sampler)
+        self._state["epoch"] = epoch_of(self.samplers)
         self._state["before_iter"] = self._generator_states()
         self._error, self._state["samplers"] = None, []
         if self._stateful:
@@ -137,7 +145,7 @@ class SamplerState:
         if isinstance(iterator, GeneratorType):  # whose body runs from the first next() on
             self._state["before_iter"] = None
         self._state["before_first"] = self._generator_states()
-        if is_stateful(iterator):
+        if not isinstance(iterator, GeneratorType) and is_stateful(iterator):
             with self._keeping_errors():
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
@@ -162,7 +170,7 @@ class SamplerState:
             if not self._needs_default:
                 return iterator  # type: ignore[no-any-return]
             known = (*DRAWS_NOTHING, *DRAWS_AT_FIRST)
-            once = all(is_exactly(sampler, known) for sampler in self._samplers)
+            once = all(is_exactly(sampler, known) for sampler in self.samplers)
             return drawn_apart(lambda: iterator, _kept_torch(), once, _kept_torch)
         finally:
             torch.default_generator.set_state(outside)
@@ -222,8 +230,10 @@ class SamplerState:
 
     def _generator_states(self) -> list[torch.Tensor | None]:
         default, *own = self._generators
-        first = default.get_state() if self._needs_default else None
-        return [first, *(generator.get_state() for generator in own)]
+        states = [default.get_state() if self._needs_default else None]
+        if own:
+            states += [generator.get_state() for generator in own]
+        return states
 
     def _sampler_states(self) -> list[Any]:
         return [copy.deepcopy(sampler.state_dict()) for sampler in self._stateful]
@@ -236,6 +246,22 @@ class SamplerState:
     def _load_samplers(self) -> None:
         for sampler, state in zip(self._stateful, self._state["samplers"], strict=True):
             sampler.load_state_dict(copy.deepcopy(state))
+
+
+def _generators_of(samplers: Iterable[Any], given: object) -> list[Any]:
+    """The generator that a loader was given, and what its samplers have in its place."""
+    found = [] if given is None else [given]
+    for sampler in samplers:
+        # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes.
+        if not is_exactly(sampler, SEEDED):
+            generator = attribute(sampler, "generator")
+            if generator is not None:
+                found.append(generator)
+    return found
+
+
+def _same(these: list[Any], others: list[Any]) -> bool:
+    return len(these) == len(others) and all(map(is_, these, others))
 
 
 def until_end(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -597,8 +623,8 @@ def check_family(plain: dict[str, object]) -> None:
 def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
     """Return the facts by which a state belongs to a loader; those about epoch, rank and cost may differ."""
     sampler = spec.index_sampler
-    epoch = epoch_of(sampler)
-    sets_epoch = any(callable(getattr(one, "set_epoch", None)) for one in nested(sampler))
+    epoch = epoch_of(draw.samplers)
+    sets_epoch = any(callable(getattr(one, "set_epoch", None)) for one in draw.samplers)
     # It may depend on the epoch, and the sampler does not say which one it has.
     length = None if sets_epoch and epoch is None else length_of(sampler)
     return {
@@ -606,7 +632,7 @@ def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
         "version": _VERSION,
         "place": spec.rank,
         "dataset_length": None if spec.streams else length_of(spec.dataset),
-        "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
+        "sampler": " of ".join(type(one).__qualname__ for one in draw.samplers),
         "sampler_length": length,
         "batched": spec.batched,
         "batch_size": spec.batch_size,

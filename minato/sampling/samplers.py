@@ -203,37 +203,41 @@ class SeededSampler(RandomSampler):
 
 # ---- epochs and ranks of samplers ------------------------------------------------------------------
 
-_INNERMOST = SequentialSampler, RandomSampler, EndlessSampler
 _DEEPEST = 8
 """Most nested samplers; an object with more returns something for every attribute."""
 
 
-def nested(sampler: object) -> list[Any]:
+def nested(sampler: Any) -> list[Any]:
     """Return a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
-    if type(sampler) is BatchSampler and is_exactly(sampler.sampler, _INNERMOST):
-        return [sampler, sampler.sampler]  # torch's own, of which each epoch asks several times
     found: list[object] = []
     while sampler is not None and len(found) < _DEEPEST:
         found.append(sampler)
-        if is_exactly(sampler, _INNERMOST):
+        kind = type(sampler)
+        if kind is BatchSampler:  # torch's own, of which each epoch asks
+            sampler = sampler.sampler
+        elif kind is SequentialSampler or kind is RandomSampler or kind is EndlessSampler:
             break
-        inner = attribute(sampler, "sampler")
-        sampler = attribute(sampler, "batch_sampler") if inner is None else inner
+        else:
+            inner = attribute(sampler, "sampler")
+            sampler = attribute(sampler, "batch_sampler") if inner is None else inner
     return found
 
 
-def epoch_of(sampler: object) -> int | None:
-    """Return the ``epoch`` of the first nested sampler that has one; None without."""
-    for one in nested(sampler):
-        epoch = attribute(one, "epoch")
+def epoch_of(samplers: Iterable[object]) -> int | None:
+    """Return the ``epoch`` of the first of some nested samplers that has one; None without."""
+    for one in samplers:
+        try:  # no call of ``attribute``: each epoch asks five times
+            epoch = getattr(one, "epoch", None)
+        except Exception:
+            continue
         if epoch is not None and isinstance(epoch := plain(epoch), int):
             return epoch
     return None
 
 
-def set_sampler_epoch(sampler: object, epoch: int) -> None:
-    """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
-    for one in nested(sampler):
+def set_sampler_epoch(samplers: Iterable[object], epoch: int) -> None:
+    """Call ``set_epoch`` of all of some nested samplers that have it, as trainers do."""
+    for one in samplers:
         set_epoch = attribute(one, "set_epoch")
         if callable(set_epoch):
             set_epoch(epoch)
@@ -516,7 +520,7 @@ class Remaining:
 
     def _all_batches(self) -> Batches:
         """Return the batches of all ranks: the first of each, then the second of each, and so on."""
-        epoch = epoch_of(self.sampler)
+        epoch = epoch_of(nested(self.sampler))
         if self._batches is None or self._batches[0] != epoch:
             before = _changed(self.sampler, num_replicas=self._stages[0].ranks)
             length_of(before)  # a CostBatchSampler makes the batches once for all ranks
@@ -575,7 +579,7 @@ def drawn_ahead(index_sampler: object, batched: bool) -> int:
             return 1
         size, sampler = index_sampler.batch_size, index_sampler.sampler
     if type(sampler) is RandomSampler:
-        known = sampler.generator is None and not _may_repeat(sampler)
+        known = sampler.generator is None and not sampler.replacement
         known = known and sampler.num_samples == length_of(sampler.data_source)
     else:
         known = is_exactly(sampler, (SequentialSampler, SeededSampler))
