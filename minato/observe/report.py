@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import sys
 import time
@@ -57,8 +58,15 @@ class Report:
     dataset: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain data, with ``legend``: unit and reading of each."""
-        return {**dataclasses.asdict(self), "legend": figures.legend()}
+        """All figures as plain data, with ``legend``: unit and reading of each.
+
+        JSON has no number that is not finite: such a figure of the dataset is None.
+        """
+        told: dict[str, object] = dict(self.dataset)
+        for name, value in told.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                told[name] = None
+        return {**dataclasses.asdict(self), "dataset": told, "legend": figures.legend()}
 
     def to_json(self, indent: int | None = None) -> str:
         """The same as JSON."""

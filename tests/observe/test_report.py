@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import platform
 import re
 import sys
@@ -222,10 +223,12 @@ def test_a_dataset_that_answers_to_any_name_has_a_report() -> None:
 def test_the_figures_of_a_dataset_may_be_those_of_numpy_and_torch() -> None:
     class Told(Numbers):
         def minato_figures(self) -> dict[str, Any]:
-            return {"loss": np.float32(0.5), "rows": np.int64(3), "mean": torch.tensor(2.0)}
+            numbers = {"loss": np.float32(0.5), "rows": np.int64(3), "mean": torch.tensor(2.0)}
+            return {**numbers, "hits": math.nan}
 
     told = DataLoader(Told(4)).report()
-    assert json.loads(told.to_json())["dataset"] == {"loss": 0.5, "rows": 3, "mean": 2.0}
+    plain = json.loads(told.to_json(), parse_constant=pytest.fail)
+    assert plain["dataset"] == {"loss": 0.5, "rows": 3, "mean": 2.0, "hits": None}
     assert all(name in told.details() for name in told.dataset)
 
 

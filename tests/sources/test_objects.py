@@ -157,6 +157,7 @@ def test_what_this_machine_refuses_is_asked_for_once(tmp_path: Path) -> None:
     for url, key, words in (
         ("http://127.0.0.1:9/data", "whole", r"needs client_options={'allow_http': True}$"),
         (f"file://{tmp_path}", "x" * 600, "File name too long"),
+        (f"file://{tmp_path}/missing", "x", "missing"),
     ):
         source = Objects(url, **THRICE)
         with pytest.raises(SourceError, match=words):
