@@ -33,6 +33,8 @@ _QUICK_OF = itemgetter(*_QUICK)
 _TOTALS = ("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK)
 _TOGETHER = 16
 """Epochs that have ended are added to sums this many at a time: short ones must not wait for it."""
+_MOST_AT_A_TIME = 8
+"""Epochs of one loader that may end in one moment."""
 _NO_MACHINE = MachineSnapshot()
 
 
@@ -228,6 +230,70 @@ class _Ended(NamedTuple):
     num_added: int
 
 
+class RunningEpoch(Observer):
+    """Follows the calls of one engine, the ``source`` of its metrics, until the epoch is over for the log."""
+
+    def __init__(
+        self, log: EpochLog, record: EpochRecord, progress: EpochState, source: MetricsSource
+    ) -> None:
+        self._log = log
+        self.record, self.progress, self.source = record, progress, source
+        self.is_over = False
+
+    def started(self) -> None:
+        calls = self.record.calls
+        calls.left_ns = now_ns()
+        calls.wall_ns = self.record.start_ns = calls.left_ns - calls.began_ns
+
+    def enter(self) -> None:
+        if not self.is_over:
+            self.record.calls.enter(now_ns())
+
+    def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
+        record = self.record
+        if self.is_over or record.calls.leave(now_ns(), samples, nbytes):
+            return
+        calls, is_wanted = record.calls, record.calls.is_wanted
+        # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
+        state, now = loader(), now_ns()
+        calls.leave(now, samples, nbytes, True)
+        if calls.wall_ns >= calls.due_ns:
+            if calls.waits.count == 1:
+                record.first_ns = now - calls.entered_ns
+            record.use.add(calls.wall_ns, state, record.waited_ns)
+            calls.due_ns = record.use.due_ns
+        if is_wanted:
+            calls.is_wanted, record.use.last = False, state
+
+    def fail(self) -> None:
+        record, calls = self.record, self.record.calls
+        # Otherwise it had left, and was then interrupted.
+        if calls.entered_ns > calls.left_ns and not self.is_over:
+            calls.left_ns = now = now_ns()
+            record.failed_ns += now - calls.entered_ns
+            calls.wall_ns = now - calls.began_ns
+
+    def pinned(self, duration_ns: int) -> None:
+        if not self.is_over:
+            self.record.calls.left_ns = now_ns()
+            self.record.pinned_ns += duration_ns
+
+    def waited_for_ranks(self, duration_ns: int) -> None:
+        if not self.is_over:
+            calls = self.record.calls
+            calls.left_ns = now_ns()
+            calls.wall_ns = calls.left_ns - calls.began_ns
+            self.record.ranks_ns += duration_ns
+
+    def finish(self) -> None:
+        if not self.is_over:
+            self.fail()  # the loop has waited for the end, too
+            calls = self.record.calls
+            calls.wall_ns = now_ns() - calls.began_ns
+            self.record.finished = True
+            self._log.settle(self)
+
+
 class EpochLog(Observer):
     """Follows a loader through its epochs; one per loader, for all of its iterators.
 
@@ -240,13 +306,11 @@ class EpochLog(Observer):
         self._slow: list[SlowSample] = []  # of engines that have ended
         self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
         self.storage: Callable[[], Counts] = Counts
-        self._loader: LoaderSnapshot | None = None
-        # Readers in other threads take the current epoch first: if it ends meanwhile, it is in both.
-        self._current: EpochRecord | None = None
+        # Readers in other threads take these first: an epoch that ends meanwhile is also in the other place.
+        self._running: tuple[RunningEpoch, ...] = ()  # the newest last
         self._ended = _Ended([], Metrics(), (0,) * len(_TOTALS), 0)
-        self._progress: EpochState | None = None
-        self._source: MetricsSource | None = None  # of the epoch that runs
-        self._measured: MetricsSource | None = None  # of the engine that runs
+        self._sources: tuple[MetricsSource, ...] = ()  # of engines that run
+        self._latest: tuple[MetricsSource, Metrics] | None = None  # of the last epoch that ended
         self._shown = {"wall_ns": 0, "waited_ns": 0}
 
     @property
@@ -261,104 +325,53 @@ class EpochLog(Observer):
         total += self._ended.forgotten
         return total
 
-    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        self._settle()
-        if source is not self._measured:
-            self._forget_source()
-            self._measured = source
-            known = None
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> RunningEpoch:
+        known = None
+        if not _holds(self._sources, source):
+            self._sources += (source,)
         else:
-            known = self._ended.records[-1].after if source.stands_still else None
+            self._settle_all(source)
+            if source.stands_still and self._latest is not None and self._latest[0] is source:
+                known = self._latest[1]
         before, machine = self._metrics(source, known)
-        self._source, self._progress = source, progress
-        self._loader, calls = None, Calls(now_ns())
-        # Last: other threads read the rest if it is there.
-        self._current = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
-
-    def started(self) -> None:
-        if self._current is not None:
-            calls = self._current.calls
-            calls.left_ns = now_ns()
-            calls.wall_ns = self._current.start_ns = calls.left_ns - calls.began_ns
-
-    def enter(self) -> None:
-        if self._current is not None:
-            self._current.calls.enter(now_ns())
-
-    def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        record = self._current
-        if record is None or record.calls.leave(now_ns(), samples, nbytes):
-            return
-        calls, is_wanted = record.calls, record.calls.is_wanted
-        # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
-        state, now = loader(), now_ns()
-        calls.leave(now, samples, nbytes, True)
-        if calls.wall_ns >= calls.due_ns:
-            if calls.waits.count == 1:
-                record.first_ns = now - calls.entered_ns
-            record.use.add(calls.wall_ns, state, record.waited_ns)
-            calls.due_ns = record.use.due_ns
-        if is_wanted:
-            calls.is_wanted, self._loader = False, state
-
-    def fail(self) -> None:
-        record = self._current
-        if record is None:
-            return
-        calls = record.calls
-        if calls.entered_ns > calls.left_ns:  # otherwise it had left, and was then interrupted
-            calls.left_ns = now = now_ns()
-            record.failed_ns += now - calls.entered_ns
-            calls.wall_ns = now - calls.began_ns
-
-    def pinned(self, duration_ns: int) -> None:
-        if self._current is not None:
-            self._current.calls.left_ns = now_ns()
-            self._current.pinned_ns += duration_ns
-
-    def waited_for_ranks(self, duration_ns: int) -> None:
-        if self._current is not None:
-            calls = self._current.calls
-            calls.left_ns = now_ns()
-            calls.wall_ns = calls.left_ns - calls.began_ns
-            self._current.ranks_ns += duration_ns
-
-    def finish(self) -> None:
-        if self._current is not None:
-            self.fail()  # the loop has waited for the end, too
-            calls = self._current.calls
-            calls.wall_ns = now_ns() - calls.began_ns
-            self._current.finished = True
-            self._settle()
+        calls = Calls(now_ns())
+        record = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
+        running = RunningEpoch(self, record, progress, source)
+        self._running += (running,)
+        return running
 
     def end(self, source: MetricsSource) -> None:
-        if source is self._source:
-            self._settle()
-        if source is self._measured:
-            self._forget_source()
+        if _holds(self._sources, source):
+            self._settle_all(source)
+            slow = slowest_of([*self._slow, *source.slowest()])
+            sources = tuple(each for each in self._sources if each is not source)
+            vars(self).update(_slow=slow, _sources=sources, _latest=None)
 
     def switched_off(self) -> None:
-        """The epoch that runs is given up: its figures would not change any more. Those before it stay."""
-        self._current = self._source = self._progress = self._measured = None
-
-    def _forget_source(self) -> None:
-        if self._measured is not None:
-            self._slow, self._measured = self.slow, None
+        """The epochs that run are given up: their figures would not change any more. Those before them stay."""
+        for each in self._running:
+            each.is_over = True
+        self._running, self._sources, self._latest = (), (), None
 
     @property
     def slow(self) -> list[SlowSample]:
         """The slowest samples of all epochs."""
-        source = self._measured
-        return self._slow if source is None else slowest_of([*self._slow, *source.slowest()])
+        return slowest_of([*self._slow, *(one for each in self._sources for one in each.slowest())])
 
-    def _settle(self) -> None:
-        if self._current is None:
-            return
-        record, records = self._updated(), self._ended.records
+    def _settle_all(self, source: MetricsSource) -> None:
+        for each in self._running:
+            if each.source is source:
+                self.settle(each)
+
+    def settle(self, running: RunningEpoch) -> None:
+        """Note the end of an epoch that has ended, or is abandoned."""
+        record, records = self._updated(running), self._ended.records
         record.ended_ns = record.ended_ns or now_ns()
-        if not records or records[-1] is not record:  # an interruption may come after it
+        if not _holds(records[-_MOST_AT_A_TIME:], record):  # an interruption may come after it
             records.append(record)
-        self._current = self._source = self._progress = None
+        running.is_over = True
+        self._latest = running.source, record.after
+        self._running = tuple(each for each in self._running if each is not running)
         if len(records) - self._ended.num_added > _TOGETHER:
             self._add_up()
 
@@ -375,8 +388,8 @@ class EpochLog(Observer):
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
-        source = self._source
-        return () if source is None else source.stages()
+        running = self._running
+        return running[-1].source.stages() if running else ()
 
     def totals(self) -> Totals:
         """Totals over all epochs, and the newest one; any thread may call it, and gets no smaller times than before.
@@ -384,15 +397,17 @@ class EpochLog(Observer):
         It takes some ten microseconds, however many samples and epochs there were.
         """
         while True:
-            current, source, ended = self._current, self._source, self._ended
+            running, ended = self._running, self._ended
             records = [*ended.records]
             each_of = [each.totals(each.after.counts) for each in records[ended.num_added :]]
-            record, running = records[-1] if records else None, False
-            if not (current is None or source is None or current is record):
-                record, running = current, True
-                each_of.append(record.totals(Counts(source.quick_counts())))
-                record.calls.is_wanted = True
-            if current is self._current:  # else an epoch has ended or begun meanwhile
+            record = records[-1] if records else None
+            runs = False
+            for each in running:
+                if not _holds(records[-_MOST_AT_A_TIME:], each.record):
+                    record, runs = each.record, True
+                    each_of.append(record.totals(Counts(each.source.quick_counts())))
+                    record.calls.is_wanted = True
+            if running is self._running:  # else an epoch has ended or begun meanwhile
                 break
         sums = map(sum, zip(ended.totals, *each_of, strict=True))
         counts = dict(zip(_TOTALS, sums, strict=True))
@@ -402,18 +417,15 @@ class EpochLog(Observer):
         if record is None:
             return Totals(counts)
         batches, samples, _, wall_ns, waited_ns, *_ = each_of[-1]
-        loader = self._loader or record.use.last or _NO_LOADER
-        return Totals(counts, record.epoch, running, wall_ns, waited_ns, batches, samples, loader)
+        loader = record.use.last or _NO_LOADER
+        return Totals(counts, record.epoch, runs, wall_ns, waited_ns, batches, samples, loader)
 
     def records(self) -> list[EpochRecord]:
-        """All epochs that are kept, the current one last."""
-        return [*self.past, *([] if self._current is None else [self._updated()])]
+        """All epochs that are kept, the current ones last."""
+        return [*self.past, *map(self._updated, self._running)]
 
-    def _updated(self) -> EpochRecord:
-        record, source, progress = self._current, self._source, self._progress
-        assert record is not None
-        assert source is not None
-        assert progress is not None
+    def _updated(self, running: RunningEpoch) -> EpochRecord:
+        record, source, progress = running.record, running.source, running.progress
         record.after, record.machine = self._metrics(source)
         record.decision, record.held_by_budget = source.decision(), source.held_by_budget
         record.coverage, record.lateness = progress.num_samples(), progress.lateness
@@ -430,3 +442,7 @@ class EpochLog(Observer):
         metrics.counts.update(machine.counts)
         metrics.counts.update(self.storage())
         return metrics, machine
+
+
+def _holds(those: Sequence[object], one: object) -> bool:
+    return any(each is one for each in those)

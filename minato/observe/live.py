@@ -47,44 +47,67 @@ class _Look(NamedTuple):
     machine: MachineSnapshot
 
 
+class _ShownEpoch(Observer):
+    """Follows an epoch that a view shows, or showed last; ``before`` is the last that had ended when it began."""
+
+    def __init__(
+        self, view: Live, title: str, length: int | None, source: MetricsSource | None = None
+    ) -> None:
+        self._view = view
+        self.title, self.length, self.source = title, length, source
+        self.began_ns, self.batches = now_ns(), 0
+        self.before: EpochRecord | None = None
+        self.recent: deque[_Look] = deque()
+
+    def started(self) -> None:
+        _board.add(self._view)
+
+    def finish(self) -> None:
+        self._view.leave_out(self)
+
+
 class Live(Observer):
-    """The result of ``loader.live()``: shows the progress of each epoch while it runs."""
+    """The result of ``loader.live()``: shows the progress of each epoch while it runs.
+
+    Of several epochs at a time it shows the one that has begun last.
+    """
 
     def __init__(
         self, observers: list[Observer], log: EpochLog, name: str, stages: Sequence[str]
     ) -> None:
         self._log, self._name, self._stages = log, name, stages
-        self._source: MetricsSource | None = None
-        self._recent: deque[_Look] = deque()
-        self._before: EpochRecord | None = None
-        self.title, self.batches, self.began_ns = name, 0, 0
-        self.length: int | None = None
+        self._running: list[_ShownEpoch] = []
+        self.epoch = _ShownEpoch(self, name, None)
         self._observers = observers
         observers.append(self)
 
-    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        _board.remove(self)
-        self.title = f"{self._name}, epoch {epoch}"
-        self._source, self.length, self.began_ns = source, progress.length(), now_ns()
-        past = self._log.past
-        self._before = past[-1] if past else None
-        self._recent = deque()  # another one: the thread may still read the one before
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> _ShownEpoch:
+        self.end(source)
+        title, past = f"{self._name}, epoch {epoch}", self._log.past
+        self.epoch = shown = _ShownEpoch(self, title, progress.length(), source)
+        shown.before = past[-1] if past else None
+        self._running.append(shown)
         self.rows()
-
-    def started(self) -> None:
-        _board.add(self)
-
-    def finish(self) -> None:
-        _board.remove(self)
+        return shown
 
     def end(self, source: MetricsSource) -> None:
-        if source is self._source:
+        for each in [each for each in self._running if each.source is source]:
+            self.leave_out(each)
+
+    def leave_out(self, shown: _ShownEpoch) -> None:
+        """Show an epoch no more, but the one that began before it, if that still runs."""
+        if shown in self._running:
             _board.remove(self)
+            self._running.remove(shown)
+            if self._running:
+                self.epoch = self._running[-1]
+                _board.add(self)
 
     def close(self) -> None:
         """End the view."""
         if self in self._observers:
             self._observers.remove(self)
+        self._running.clear()
         _board.remove(self, summarize=False)
 
     def __enter__(self) -> Live:
@@ -98,11 +121,11 @@ class Live(Observer):
         now = _Look(now_ns(), self._log.totals(), self._log.stages(), self._log.machine())
         if not now.totals.running:
             return []
-        recent = self._recent
+        recent = self.epoch.recent
         recent.append(now)
         while len(recent) > 2 and now.at_ns - recent[1].at_ns >= _RECENT_NS:
             recent.popleft()
-        self.batches = now.totals.batches
+        self.epoch.batches = now.totals.batches
         return list(self._rows(recent[0], now))
 
     def _rows(self, first: _Look, now: _Look) -> Iterator[tuple[str, str]]:
@@ -146,7 +169,7 @@ class Live(Observer):
     def summary(self) -> str:
         """The last epoch in a line; empty if its log was switched off meanwhile."""
         record = self._log.past[-1] if self._log.past else None
-        if record is None or record is self._before:
+        if record is None or record is self.epoch.before:
             return ""
         counts = record.metrics.counts
         wall_s = counts["wall_ns"] / 1e9
@@ -352,28 +375,29 @@ def _drawn(shown: Sequence[tuple[Live, list[tuple[str, str]]]]) -> RenderableTyp
 
     panels: list[RenderableType] = []
     for view, rows in shown:
+        epoch = view.epoch
         table = Table.grid(padding=(0, 2))
         for name, words in rows:
             table.add_row(f"[dim]{name}[/]", escape(printable(words)))
         bar = Table.grid(expand=True)  # ends the line
-        bar.add_row(ProgressBar(view.length or 1, min(view.batches, view.length or 0)))
-        title = f"[bold]{escape(printable(view.title))}[/]"
-        panels.append(Panel(Group(bar, table), title=title, subtitle=_progress(view)))
+        bar.add_row(ProgressBar(epoch.length or 1, min(epoch.batches, epoch.length or 0)))
+        title = f"[bold]{escape(printable(epoch.title))}[/]"
+        panels.append(Panel(Group(bar, table), title=title, subtitle=_progress(epoch)))
     return Group(*panels)
 
 
 def _line(view: Live, rows: Sequence[tuple[str, str]]) -> str:
-    return f"{view.title}: " + "; ".join([_progress(view), *map(" ".join, rows)])
+    return f"{view.epoch.title}: " + "; ".join([_progress(view.epoch), *map(" ".join, rows)])
 
 
-def _progress(view: Live) -> str:
-    elapsed_s = (now_ns() - view.began_ns) / 1e9
-    if not view.length:
-        return f"{view.batches} batches in {_clock(elapsed_s)}"
-    words = f"{view.batches} of {view.length} batches in {_clock(elapsed_s)}"
-    if not view.batches:
+def _progress(epoch: _ShownEpoch) -> str:
+    elapsed_s = (now_ns() - epoch.began_ns) / 1e9
+    if not epoch.length:
+        return f"{epoch.batches} batches in {_clock(elapsed_s)}"
+    words = f"{epoch.batches} of {epoch.length} batches in {_clock(elapsed_s)}"
+    if not epoch.batches:
         return words
-    return f"{words}, {_clock(elapsed_s * max(view.length / view.batches - 1, 0.0))} left"
+    return f"{words}, {_clock(elapsed_s * max(epoch.length / epoch.batches - 1, 0.0))} left"
 
 
 def _clock(seconds: float) -> str:

@@ -140,10 +140,15 @@ class MetricsSource(Protocol):
 
 
 class Observer:
-    """Follows the calls of an engine. Each method does nothing, and is there to be overridden."""
+    """Follows the calls of a loader's engines. Each method does nothing, and is there to be overridden.
 
-    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        """An epoch begins; an unfinished one is abandoned."""
+    Iterators of one loader may run at a time, each with an engine: what ``begin`` returns follows the calls of this one
+    from ``started`` to ``finish``.
+    """
+
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> Observer:
+        """An epoch begins; an unfinished one of the same source is abandoned."""
+        return self
 
     def started(self) -> None:
         """The workers of the epoch have started."""
@@ -184,17 +189,24 @@ class Observers(Observer):
 
     def __init__(self, of_loader: list[Observer], own: Iterable[Observer] = ()) -> None:
         self._of_loader, self._own = of_loader, list(own)
-        self._all = (*of_loader, *self._own)
+        self._all: tuple[
+            tuple[Observer, Observer], ...
+        ] = ()  # what follows the calls, and for whom
         self._references: list[weakref.ref[Observer]] = []
         self._late: Exception | None = None
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        self._all = (*self._of_loader, *self._own)
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> Observer:
         self._references[:] = map(weakref.ref, self._of_loader)
-        self._call("begin", epoch, progress, source)
+        self._all = ()
+        for observer in (*self._of_loader, *self._own):
+            try:
+                self._all += ((observer.begin(epoch, progress, source), observer),)
+            except Exception as error:
+                self._failed(observer, error)
+        return self
 
     def started(self) -> None:
         self._call("started")
@@ -207,16 +219,16 @@ class Observers(Observer):
         """
         if self._late is not None:
             self._raise_late()
-        for observer in self._all:
+        for follower, observer in self._all:
             try:
-                observer.enter()
+                follower.enter()
             except Exception as error:
                 self._failed(observer, error)
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        for observer in self._all:
+        for follower, observer in self._all:
             try:
-                observer.leave(samples, nbytes, loader)
+                follower.leave(samples, nbytes, loader)
             except Exception as error:
                 self._failed(observer, error)
 
@@ -240,15 +252,22 @@ class Observers(Observer):
 
         def end() -> None:
             alive = Observers([each for one in references if (each := one()) is not None])
-            alive._call("end", source)
+            alive.end(source)
             alive._raise_late()
 
         return end
 
-    def _call(self, name: str, *arguments: object) -> None:
-        for observer in self._all:
+    def end(self, source: MetricsSource) -> None:
+        for observer in list(self._of_loader):
             try:
-                getattr(observer, name)(*arguments)
+                observer.end(source)
+            except Exception as error:
+                self._failed(observer, error)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        for follower, observer in self._all:
+            try:
+                getattr(follower, name)(*arguments)
             except Exception as error:
                 self._failed(observer, error)
 
@@ -263,7 +282,7 @@ class Observers(Observer):
             return
         if isinstance(error, RecursionError):
             return  # a collection within the program's recursion ends an iterator
-        self._all = tuple(each for each in self._all if each is not observer)
+        self._all = tuple(each for each in self._all if each[1] is not observer)
         observer.switched_off()
         for listed in (self._of_loader, self._own):
             if observer in listed:

@@ -270,9 +270,10 @@ class LoopTrack(Observer):
         self._left_ns: int | None = None  # when a batch was returned, until the next is asked for
         self._warned = False
 
-    def begin(self, epoch: int, _progress: object, _source: object) -> None:
+    def begin(self, epoch: int, _progress: object, _source: object) -> LoopTrack:
         self._epoch, self._batches, self._left_ns = epoch, 0, None
         self._entered_ns = now_ns()
+        return self
 
     def started(self) -> None:
         self._track.slice("iter()", self._entered_ns, args={"epoch": self._epoch})

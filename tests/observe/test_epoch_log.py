@@ -12,7 +12,7 @@ import pytest
 
 from minato import CostBatches, DataLoader, ErrorBudgetError, ErrorPolicy
 from minato._core import Histogram
-from minato.observe.epoch_log import EpochLog, LoaderUse
+from minato.observe.epoch_log import EpochLog, LoaderUse, RunningEpoch
 from minato.observe.machine import MachineSnapshot
 from minato.observe.meters import SlowSample
 from minato.observe.metrics import values_of
@@ -55,13 +55,14 @@ class MetricsSource:
         return ThresholdDecision(0, 0.0, 0.0, "uniform")
 
 
-def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -> None:
-    journal.begin(number, Progress(number), source)
-    journal.started()
+def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -> RunningEpoch:
+    running = journal.begin(number, Progress(number), source)
+    running.started()
     for _ in range(batches):
-        journal.enter()
+        running.enter()
         source.work(100)
-        journal.leave(4, 50, lambda: STANDING)
+        running.leave(4, 50, lambda: STANDING)
+    return running
 
 
 def whole_of(journal: EpochLog) -> Metrics:
@@ -75,9 +76,9 @@ def test_an_epoch_holds_what_was_added_during_it(stands_still: bool) -> None:
     journal.machine = lambda: MACHINE
     source.work(7)
     for number in (0, 1):
-        epoch(journal, source, number, 3)
-        journal.enter()
-        journal.finish()
+        running = epoch(journal, source, number, 3)
+        running.enter()
+        running.finish()
     for notes in journal.records():
         counts = notes.metrics.counts
         names = ("batches", "samples", "bytes", "busy_ns")
@@ -101,15 +102,46 @@ def test_an_abandoned_epoch_is_kept_when_its_engine_goes_or_the_next_begins() ->
     assert not journal.past
     journal.end(source)
     epoch(journal, others, 1, 1)
-    epoch(journal, others, 2, 1)
+    running = epoch(journal, others, 2, 1)
     assert [(each.epoch, each.finished) for each in journal.records()] == [
         (number, False) for number in range(3)
     ]
     journal.end(others)
-    journal.enter()  # an iterator that outlives its engine's notes
-    journal.leave(1, 1, lambda: STANDING)
-    journal.finish()
+    running.enter()  # an iterator that outlives its engine's notes
+    running.leave(1, 1, lambda: STANDING)
+    running.finish()
     assert [each.waits.count for each in journal.records()] == [2, 1, 1]
+
+
+def test_epochs_that_run_at_a_time_have_their_own_figures() -> None:
+    journal, engines = EpochLog(), [MetricsSource(), MetricsSource()]
+    first = epoch(journal, engines[0], 0, 2)
+    second = epoch(journal, engines[1], 1, 1)
+    assert [each.waits.count for each in journal.records()] == [2, 1]
+    assert (journal.totals().epoch, journal.totals().counts["batches"]) == (1, 3)
+    journal.end(engines[1])  # its iterator is dropped
+    second.enter()
+    assert (journal.totals().epoch, journal.totals().running) == (0, True)
+    first.enter()
+    first.leave(4, 50, lambda: STANDING)
+    first.enter()
+    first.finish()
+    shown = [(each.epoch, each.waits.count, each.finished) for each in journal.records()]
+    assert shown == [(1, 1, False), (0, 3, True)]
+    assert journal.totals().counts["batches"] == 4
+    assert [each.metrics.counts["busy_ns"] for each in journal.records()] == [100, 200]
+
+
+@each
+def test_a_look_at_a_batch_in_the_midst_of_an_epoch_takes_nothing_from_its_figures(
+    workers: dict[str, Any],
+) -> None:
+    loader = DataLoader(range(40), 4, **workers)  # type: ignore[arg-type]
+    for number, _ in enumerate(loader):
+        if number == 2:
+            next(iter(loader))
+    assert [each.throughput.batches for each in loader.report().epochs] == [1, 10]
+    assert loader.metrics()["batches_total"] == 11
 
 
 @pytest.mark.parametrize("stands_still", [False, True])
@@ -118,10 +150,10 @@ def test_old_epochs_become_part_of_the_run_alone(stands_still: bool) -> None:
     waited_ns = 0
     for number in range(150):
         source = engines[number >= 90]
-        epoch(journal, source, number, 1)
+        running = epoch(journal, source, number, 1)
         assert journal.totals().counts["batches"] == number + 1
-        journal.enter()
-        journal.finish()
+        running.enter()
+        running.finish()
         assert [each.epoch for each in journal.records()] == [*range(number + 1)][-64:]
         whole = whole_of(journal)
         totals = journal.totals()
@@ -154,17 +186,17 @@ def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
     journal, source = EpochLog(), MetricsSource()
     assert not journal.totals().running
     assert journal.stages() == ()
-    epoch(journal, source, 5, 3)
+    running = epoch(journal, source, 5, 3)
     first = journal.totals()
     assert (first.epoch, first.running, first.batches, first.samples) == (5, True, 3, 12)
     assert (first.counts["bytes"], first.counts["busy_ns"]) == (150, 300)
     assert (first.loader, journal.stages()) == (STANDING, ((3, 300),))
     assert first.waited_ns <= first.wall_ns
-    journal.enter()
+    running.enter()
     inside, later = journal.totals(), journal.totals()
     # The call that has not returned counts.
     assert later.waited_ns > inside.waited_ns > first.waited_ns
-    journal.finish()
+    running.finish()
     ended = journal.totals()
     assert (ended.running, ended.batches, ended.counts["batches"]) == (False, 3, 3)
     assert journal.stages() == ()
@@ -176,31 +208,31 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
     draw, now_ns = random.Random(seed), 1
     monkeypatch.setattr("minato.observe.epoch_log.now_ns", lambda: now_ns)
     journal, source = EpochLog(), MetricsSource()
-    journal.begin(0, Progress(0), source)
-    journal.started()
+    running = journal.begin(0, Progress(0), source)
+    running.started()
     waits, steps, waited, pinned, step = 0, 0, 0, 0, 0
     for _ in range(100):
         kind = draw.choice(["batch", "interrupted", "error", "step", "pin"])
         calls, duration = kind in ("batch", "interrupted", "error"), draw.randrange(1, 9)
         if calls:
             now_ns += 1
-            journal.enter()
+            running.enter()
             steps, step = steps + (step + 1 if waits else 0), 0
         now_ns += duration
         waited += duration if calls else 0
         assert journal.totals().waited_ns == waited
         if kind == "batch":
-            journal.leave(1, 1, lambda: STANDING)
+            running.leave(1, 1, lambda: STANDING)
             waits += 1
         elif kind == "interrupted":  # where it looks at the loader; the batch comes again
-            journal._current.calls.is_wanted = True
+            running.record.calls.is_wanted = True
             with pytest.raises(KeyboardInterrupt):
-                journal.leave(1, 1, Mock(side_effect=KeyboardInterrupt))
-            journal.fail()
+                running.leave(1, 1, Mock(side_effect=KeyboardInterrupt))
+            running.fail()
         elif kind == "error":
-            journal.fail()
+            running.fail()
         elif kind == "pin":
-            journal.pinned(duration)
+            running.pinned(duration)
             pinned, step = pinned + duration, 0
         else:
             step += duration
@@ -208,7 +240,7 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
         (record,) = journal.records()
         assert (record.waited_ns, record.waits.count, record.pinned_ns) == (waited, waits, pinned)
         assert record.steps.total == steps
-    journal.fail()  # after the return of the call: it is interrupted there
+    running.fail()  # after the return of the call: it is interrupted there
     assert journal.totals().waited_ns == waited
     journal.end(source)
     assert journal.totals().counts["waited_ns"] == waited
@@ -218,11 +250,11 @@ def test_the_call_that_finds_the_end_has_waited(monkeypatch: pytest.MonkeyPatch)
     now_ns = 1
     monkeypatch.setattr("minato.observe.epoch_log.now_ns", lambda: now_ns)
     journal, source = EpochLog(), MetricsSource()
-    epoch(journal, source, 0, 1)
+    running = epoch(journal, source, 0, 1)
     now_ns += 3
-    journal.enter()
+    running.enter()
     now_ns += 50
-    journal.finish()
+    running.finish()
     (record,) = journal.records()
     assert (record.waited_ns, record.calls.wall_ns) == (50, 53)
     assert journal.totals().waited_ns == 50
@@ -245,29 +277,29 @@ def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured
 
 def test_the_loader_is_that_of_a_recent_batch() -> None:
     journal = EpochLog()
-    journal.begin(0, Progress(0), MetricsSource())
-    journal.started()
+    running = journal.begin(0, Progress(0), MetricsSource())
+    running.started()
     for ready in range(5):
-        journal.enter()
-        journal.leave(4, 50, lambda ready=ready: STANDING._replace(ready=ready))
+        running.enter()
+        running.leave(4, 50, lambda ready=ready: STANDING._replace(ready=ready))
         values = values_of(journal.totals())
         assert (values["ready_batches"], values["in_flight_bytes"]) == (ready, 1000)
-    journal.enter()
-    journal.finish()
+    running.enter()
+    running.finish()
     assert values_of(journal.totals())["ready_batches"] == 4
 
 
 def test_how_things_stand_is_looked_up_only_for_those_who_look() -> None:
     journal, source = EpochLog(), MetricsSource()
     loader = Mock(return_value=STANDING)
-    journal.begin(0, Progress(0), source)
-    journal.started()
+    running = journal.begin(0, Progress(0), source)
+    running.started()
     for _ in range(100):
-        journal.enter()
-        journal.leave(1, 1, loader)
+        running.enter()
+        running.leave(1, 1, loader)
     assert loader.call_count < 100  # for the time line
     journal.totals()
     before = loader.call_count
-    journal.enter()
-    journal.leave(1, 1, loader)
+    running.enter()
+    running.leave(1, 1, loader)
     assert loader.call_count > before

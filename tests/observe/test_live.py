@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -317,10 +317,9 @@ def test_without_a_capable_terminal_there_are_lines(
             return [row for row in text.splitlines() if row]
 
         with (loader := loader_of()).live():
-            batches = iter(loader)
-            if kind == "no rich":
-                with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[report\]"):
-                    batches = iter(loader)
+            told = pytest.warns(minato.MinatoWarning, match=r"minatoloader\[report\]")
+            with told if kind == "no rich" else nullcontext():
+                batches = iter(loader)
             next(batches)
             until(lambda: any("batches ready" in row for row in lines()), term)
             list(batches)
@@ -369,7 +368,7 @@ def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> 
         batches = iter(loader)
         next(batches)
         assert view.rows()
-        assert (view.length, view.batches) == (None, 1)
+        assert (view.epoch.length, view.epoch.batches) == (None, 1)
         list(batches)
     assert "4 batches, 8 samples" in capsys.readouterr().err
 
@@ -381,7 +380,7 @@ def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
             batch = iter(loader)
             next(batch)
             assert view.rows()
-            assert (view.batches, view.length) == (1, length)
+            assert (view.epoch.batches, view.epoch.length) == (1, length)
             loader.load_state_dict(loader.state_dict())
             list(batch)
             assert view.rows() == []
@@ -393,7 +392,7 @@ def test_batches_by_cost_have_no_end_to_foretell() -> None:
         batches = iter(loader)
         next(batches)
         assert view.rows()
-        assert (view.length, view.batches) == (None, 1)
+        assert (view.epoch.length, view.epoch.batches) == (None, 1)
         list(batches)
 
 
@@ -403,9 +402,28 @@ def test_epochs_of_one_number_are_told_apart() -> None:
             loader.set_epoch(7)
             for count, _ in enumerate(loader, 1):
                 rows = dict(view.rows())
-                assert (view.title, view.batches) == ("Numbers, epoch 7", count)
+                assert (view.epoch.title, view.epoch.batches) == ("Numbers, epoch 7", count)
                 assert float(rows["throughput"].partition(" ")[0]) > 0
                 assert not rows["waiting"].startswith("-")
+
+
+def test_after_a_look_at_a_batch_the_epoch_around_it_is_shown_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (loader := loader_of(8)).live() as view:
+        for _ in loader:
+            batches = iter(loader)
+            next(batches)
+            assert view.epoch.title.endswith(", epoch 1")
+            del batches
+            assert view.epoch.title.endswith(", epoch 0")
+            assert view.rows()
+            break
+        list(loader)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        f"Numbers, epoch {which}" for which in ("1 (not finished)", "0 (not finished)", 2)
+    ]
 
 
 def test_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
