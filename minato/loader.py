@@ -287,23 +287,25 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             and (batch_size is None or isinstance(batch_size, CostBatches)),
             dataset_name=type_name(dataset),
         )
-        self._options = options = Options.of(given, torchs)
+        self._minato_options = options = Options.of(given, torchs)
         if options.deals_readers:
             check_undivided(dataset)
-        self._transforms = Transforms.of(transforms)
+        self._minato_transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
 
-            check_cache(cache, options, self._transforms, dataset)
+            check_cache(cache, options, self._minato_transforms, dataset)
         # What a subclass has under the name of an option stays what it is.
-        self._given = {name: given[name] for name in OWN_NAMES}
-        self._shown = frozenset(
+        self._minato_given = {name: given[name] for name in OWN_NAMES}
+        self._minato_shown = frozenset(
             name for name in OWN_NAMES if not (name in vars(self) or hasattr(type(self), name))
         )
-        vars(self).update({name: given[name] for name in self._shown})
-        self._position = EpochPosition()
-        self._open_iterators: list[weakref.ref[Any]] = []
-        self._replay = RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
+        vars(self).update({name: given[name] for name in self._minato_shown})
+        self._minato_position = EpochPosition()
+        self._minato_open_iterators: list[weakref.ref[Any]] = []
+        self._minato_replay = (
+            RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
+        )
         recorder = None
         if options.observe.trace is not None:
             from minato.observe.trace import Trace
@@ -326,15 +328,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             shuffle, sampler = session.divided(
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed
             )
-        self._session: RankSession | None = session
-        self._cost_batches: CostBatches | None = None
+        self._minato_session: RankSession | None = session
+        self._minato_cost_batches: CostBatches | None = None
         if isinstance(batch_size, CostBatches):
             from minato.batching.collate import PadCollate
 
             refuse_beside_cost_batches(options, torchs)
-            self._cost_batches, batch_size = batch_size, None
+            self._minato_cost_batches, batch_size = batch_size, None
             collate_fn = PadCollate() if collate_fn is None else collate_fn
-        self._engines = EngineFactory(session=session, trace=recorder)
+        self._minato_engines = EngineFactory(session=session, trace=recorder)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
             shuffle, sampler = None, SeededSampler(cast(Sized, dataset), seed)
@@ -365,9 +367,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 f"{type(self.sampler).__name__} is not: shuffle with seed=, use a SequentialSampler or a "
                 "DistributedSampler, or give True"
             )
-        if self._transforms.steps:
+        if self._minato_transforms.steps:
             self.collate_fn = self.collate_fn  # from now on it transforms, too
-        self._history = self._fresh_history()
+        self._minato_history = self._minato_fresh_history()
         check_platform(
             worker_processes=self.num_workers > 0 and options.worker_kind == "process",
             handled_errors=options.errors.handles_samples
@@ -397,7 +399,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self.close()
 
     def __len__(self) -> int:
-        if vars(self).get("_cost_batches") is not None:
+        if vars(self).get("_minato_cost_batches") is not None:
             raise TypeError(
                 "the number of batches is unknown: CostBatches closes them by what was loaded"
             )
@@ -408,7 +410,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         # A program may have ended its workers. Those that persist may have read ahead of a state, with which their
         # datasets begin again.
         if iterator is not None and (
-            getattr(iterator, "has_ended", False) or (is_made(self) and self._position.has_state)
+            getattr(iterator, "has_ended", False)
+            or (is_made(self) and self._minato_position.has_state)
         ):
             self._iterator = None
         try:
@@ -417,7 +420,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             explain_dataset(self.dataset, shortened(error))
             raise
         if is_made(self):
-            opened = self._open_iterators
+            opened = self._minato_open_iterators
             opened[:] = [each for each in opened if each() is not None]
             opened.append(weakref.ref(iterator))
         return iterator
@@ -431,25 +434,25 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         ``Observe(metrics=...)`` is free until then.
         """
         log("%r is closed", self, level=logging.DEBUG)
-        for each in self._open_iterators:
+        for each in self._minato_open_iterators:
             iterator = each()
             end = getattr(iterator, "shut_down", None) or getattr(
                 iterator, "_shutdown_workers", None
             )
             if end is not None:  # torch's own iterator of a data pipe without workers has neither
                 end()
-        self._inspector().close_views()
-        self._open_iterators = []
+        self._minato_inspector().close_views()
+        self._minato_open_iterators = []
         self._iterator = None
-        self._engines = self._engines.fresh()
+        self._minato_engines = self._minato_engines.fresh()
 
     def __repr__(self) -> str:
         if not is_made(self):
             return super().__repr__()
-        workers, order = int(self.num_workers), self._options.order
+        workers, order = int(self.num_workers), self._minato_options.order
         named = {"batch_size": self.batch_size, "num_workers": workers, "order": order}
         for name in OWN_NAMES:
-            value, default = self._given[name], DEFAULTS[name]
+            value, default = self._minato_given[name], DEFAULTS[name]
             if name != "order" and (type(value) is not type(default) or value != default):
                 named[name] = value
         shown = (f"{name}={text_of(value)}" for name, value in named.items() if value is not None)
@@ -469,7 +472,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"epoch={number} is not possible: give an integer of 64 bits")
         set_sampler_epoch(nested(index_sampler(self)), epoch)
-        self._position.set_epoch(number)
+        self._minato_position.set_epoch(number)
 
     @made_only
     def state_dict(self) -> dict[str, Any]:
@@ -484,19 +487,19 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
                 belongs to.
         """
-        self._refuse_data_pipes("state_dict()")
-        self._refuse_replaced_parts("state_dict()")
-        spec = self._spec()
+        self._minato_refuse_data_pipes("state_dict()")
+        self._minato_refuse_replaced_parts("state_dict()")
+        spec = self._minato_spec()
         if spec.keeps_dataset_states and not spec.sampling.streams:
             mixes = spec.sampling.mixes_batches
             if mixes or spec.in_threads:
-                method = f"workers={self._options.workers!r}"
-                cause = f"order={self._options.order!r}" if mixes else method
+                method = f"workers={self._minato_options.workers!r}"
+                cause = f"order={self._minato_options.order!r}" if mixes else method
                 raise ValueError(
                     f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
                     "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
                 )
-        return self._position.state(spec.sampling)
+        return self._minato_position.state(spec.sampling)
 
     @made_only
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -511,13 +514,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 The next ``iter()`` raises it if the sampler yields other indices than before.
             TypeError: It is no dictionary.
         """
-        self._refuse_data_pipes("load_state_dict()")
-        self._refuse_replaced_parts("load_state_dict()")
+        self._minato_refuse_data_pipes("load_state_dict()")
+        self._minato_refuse_replaced_parts("load_state_dict()")
         if state_dict == {}:
-            self._position = self._position.without_state()
+            self._minato_position = self._minato_position.without_state()
         else:
-            spec = self._spec()
-            self._position.load(spec.sampling, state_dict, spec.max_dataset_states)
+            spec = self._minato_spec()
+            self._minato_position.load(spec.sampling, state_dict, spec.max_dataset_states)
         self._iterator = None
 
     @made_only
@@ -529,7 +532,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: The loader was made with ``observe=False``.
         """
-        return self._inspector().report()
+        return self._minato_inspector().report()
 
     @made_only
     def metrics(self) -> dict[str, float]:
@@ -542,7 +545,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: The loader was made with ``observe=False``, or other ranks' shared pool has its workers.
         """
-        return self._inspector().metrics()
+        return self._minato_inspector().metrics()
 
     @made_only
     def live(self) -> Live:
@@ -558,7 +561,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: The loader was made with ``observe=False``.
         """
-        return self._inspector().live()
+        return self._minato_inspector().live()
 
     @property
     def is_padding(self) -> bool:
@@ -567,7 +570,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         See ``epoch_end="pad"`` of :class:`Readers`. A trainer that asks for a batch ahead of its step sees it one batch
         early.
         """
-        last = self._position.last
+        last = self._minato_position.last
         return last is not None and last.progress.is_padding
 
     def watch_gpus(self) -> None:
@@ -576,7 +579,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: Nothing is measured (``observe=False``).
         """
-        self._inspector().watch_gpus()
+        self._minato_inspector().watch_gpus()
 
     @property
     def metrics_url(self) -> str | None:
@@ -584,12 +587,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         Also before the first iteration, once it is closed, and in a forked child.
         """
-        return self._inspector().metrics_url
+        return self._minato_inspector().metrics_url
 
     @made_only
     def slow_samples(self) -> SlowSamples:
         """Which samples are slow, and where they lay in the newest iterator's batches."""
-        return self._inspector().slow_samples()
+        return self._minato_inspector().slow_samples()
 
     @made_only
     def headroom(self, steps: int = 50) -> Headroom:
@@ -610,10 +613,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         from minato.observe.headroom import Headroom
 
-        self._inspector().refuse_ranks("headroom()")
-        self._refuse_data_pipes("headroom()")
-        self._refuse_replaced_parts("headroom()")
-        return Headroom(self._separate_batches, steps)
+        self._minato_inspector().refuse_ranks("headroom()")
+        self._minato_refuse_data_pipes("headroom()")
+        self._minato_refuse_replaced_parts("headroom()")
+        return Headroom(self._minato_separate_batches, steps)
 
     @made_only
     def coverage(self) -> Coverage:
@@ -622,7 +625,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
         repeated.
         """
-        return self._inspector().coverage()
+        return self._minato_inspector().coverage()
 
     @made_only
     def reproduce(
@@ -647,7 +650,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: No epoch has begun and ``seed`` is not given.
         """
-        return self._inspector().reproduce(index, epoch, seed, occurrence)
+        return self._minato_inspector().reproduce(index, epoch, seed, occurrence)
 
     @made_only
     def consumers(
@@ -670,10 +673,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         from minato.consumers import make_consumers
 
-        if self._options.target is not None and (n is None) != (devices is None):
+        if self._minato_options.target is not None and (n is None) != (devices is None):
             raise ValueError(
-                f"device={str(self._options.device)!r} is one device for all: leave it out, and name one for each "
-                "consumer by devices="
+                f"device={str(self._minato_options.device)!r} is one device for all: leave it out, and name one for "
+                "each consumer by devices="
             )
         return make_consumers(functools.partial(iter, self), n, devices)
 
@@ -682,107 +685,126 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """The label of the loader, see :class:`Observe`; programs that name loaders of any kind may set it."""
         if "name" in vars(self):
             return cast(str, vars(self)["name"])
-        return self._options.name
+        return self._minato_options.name
 
     @name.setter
     def name(self, value: str) -> None:
         vars(self)["name"] = value
         if is_made(self):
-            observe = replace(self._options.observe, name=str(value))
-            self._options = replace(self._options, observe=observe)
+            observe = replace(self._minato_options.observe, name=str(value))
+            self._minato_options = replace(self._minato_options, observe=observe)
 
     def __setattr__(self, attr: str, val: object) -> None:
         if is_constructed(self) and is_made(self):
-            if attr in self._shown:
+            if attr in self._minato_shown:
                 if not is_being_made(self):
                     raise ValueError(
                         f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
                     )
-                self._shown -= {attr}
+                self._minato_shown -= {attr}
             if attr == "in_order" and bool(val) != bool(self.in_order):
                 order = "strict" if val else "batch"
-                self._options = replace(self._options, order=order)
-                self._given = {**self._given, "order": order}
-                if "order" in self._shown:
+                self._minato_options = replace(self._minato_options, order=order)
+                self._minato_given = {**self._minato_given, "order": order}
+                if "order" in self._minato_shown:
                     vars(self).update(order=order)
             if attr == "multiprocessing_context":
-                given = self._given["workers"]
-                self._options = self._options.in_context(given, _starts_threads(val))
+                given = self._minato_given["workers"]
+                self._minato_options = self._minato_options.in_context(given, _starts_threads(val))
             ours = issubclass(type(val), TransformingCollate)
-            if attr == "collate_fn" and self._transforms.steps and not ours:
+            if attr == "collate_fn" and self._minato_transforms.steps and not ours:
                 # Others take the attribute for a loader of their own, which then transforms samples as this one.
-                val = TransformingCollate(self._transforms, cast(Any, val), is_batched(self))
+                val = TransformingCollate(self._minato_transforms, cast(Any, val), is_batched(self))
         super().__setattr__(attr, val)
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_made(self):
             return self.__dict__
         # A copy must not write to the same arenas, nor go on in these epochs; what was measured is not worth sending.
-        engines, history = self._engines.fresh(), self._fresh_history()
-        fresh = {"_engines": engines, "_history": history, "_open_iterators": []}
+        engines, history = self._minato_engines.fresh(), self._minato_fresh_history()
+        fresh = {
+            "_minato_engines": engines,
+            "_minato_history": history,
+            "_minato_open_iterators": [],
+        }
         fresh["sampler"], fresh["batch_sampler"] = with_own_epochs(self.sampler, self.batch_sampler)
-        return {**self.__dict__, **fresh, "_position": copy.copy(self._position)}
+        return {**self.__dict__, **fresh, "_minato_position": copy.copy(self._minato_position)}
 
     @made_only
-    def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
+    def _minato_rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
         """A loader with torch's arguments as given, and all others as this one's.
 
         For wrappers that shard or shorten what this loader's sampler yields: they may do so by a ``batch_sampler``,
         and yet mix batches if this loader did.
         """
-        if self._session is not None:
+        if self._minato_session is not None:
             raise ValueError(
                 "workers=SharedPool(...) divides the dataset among the ranks by itself: do not prepare the loader, or "
                 "leave it out"
             )
-        if self._options.deals_readers:
+        if self._minato_options.deals_readers:
             dataset = self.dataset  # that of the wrapper would divide it once more
         if arguments.get("num_workers", 0) > 0:
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                 arguments.setdefault(name, getattr(self, name))
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("name", "_options", "_transforms", "_replay", "_cost_batches", "_given")
+        kept = (
+            "name",
+            "_minato_options",
+            "_minato_transforms",
+            "_minato_replay",
+            "_minato_cost_batches",
+            "_minato_given",
+        )
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
-        vars(loader).update(self._given)
-        loader._engines = self._engines.fresh()
-        loader._history = self._history  # so this loader's report covers what the wrapper iterates
+        vars(loader).update(self._minato_given)
+        loader._minato_engines = self._minato_engines.fresh()
+        loader._minato_history = (
+            self._minato_history
+        )  # so this loader's report covers what the wrapper iterates
         keeps_order = index_sampler(loader) is index_sampler(self)
-        if self._position.resumes is not None and not keeps_order:
+        if self._minato_position.resumes is not None and not keeps_order:
             raise ValueError(
                 "the loaded state belongs to this loader's sampler, and the trainer builds a loader with another one: "
                 "load the state into the loader that it returns"
             )
-        loader._position = (
-            copy.copy(self._position) if keeps_order else self._position.without_state()
+        loader._minato_position = (
+            copy.copy(self._minato_position)
+            if keeps_order
+            else self._minato_position.without_state()
         )
         return loader
 
-    def _spec(self) -> LoaderSpec:
+    def _minato_spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
         streams, stays = is_iterable(self), parts_stay()
         own = streams, stays, not stays and fetcher_is_replaced()
-        of_stream = (self._items_of_a_batch(), self._num_readers()) if streams else ()
+        of_stream = (self._minato_items_of_a_batch(), self._minato_num_readers()) if streams else ()
         parts = *_SPEC_PARTS(self), *own, *of_stream
-        kept, spec = self._engines.spec
-        is_kept = spec is not None and self._session is None and spec.sampling.dealt == self._dealt
+        kept, spec = self._minato_engines.spec
+        is_kept = (
+            spec is not None
+            and self._minato_session is None
+            and spec.sampling.dealt == self._minato_dealt
+        )
         if spec is None or not is_kept or not all(map(operator.is_, parts, kept)):
-            self._engines.spec = parts, spec = parts, self._new_spec()
+            self._minato_engines.spec = parts, spec = parts, self._minato_new_spec()
         return spec
 
-    def _new_spec(self) -> LoaderSpec:
-        options, persistent = self._options, self.persistent_workers
+    def _minato_new_spec(self) -> LoaderSpec:
+        options, persistent = self._minato_options, self.persistent_workers
         recording = options.recording
         collate_fn: Any = self.collate_fn
         is_ours = issubclass(type(collate_fn), TransformingCollate)
-        inside = collate_fn.inside if is_ours and self._transforms.steps else collate_fn
-        if self._cost_batches is not None:
+        inside = collate_fn.inside if is_ours and self._minato_transforms.steps else collate_fn
+        if self._minato_cost_batches is not None:
             inside = default_convert
         sampling = SamplingSpec(
             dataset=self.dataset,
             streams=is_iterable(self),
             index_sampler=index_sampler(self),
             batched=is_batched(self),
-            batch_size=self._items_of_a_batch(),
+            batch_size=self._minato_items_of_a_batch(),
             drop_last=self.drop_last,
             generator=self.generator,
             order=options.order,
@@ -791,15 +813,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             has_workers=self.num_workers > 0,
             predictable=persistent and options.begins_next_epoch,
             record_order=str(recording.path) if isinstance(recording, Record) else None,
-            replay=self._replay,
-            rank=None if self._session is None else self._session.place,
-            pooled=None if self._session is None else self._session.ranks,
-            readers=self._num_readers(),
-            dealt=self._dealt,
+            replay=self._minato_replay,
+            rank=None if self._minato_session is None else self._minato_session.place,
+            pooled=None if self._minato_session is None else self._minato_session.ranks,
+            readers=self._minato_num_readers(),
+            dealt=self._minato_dealt,
             # The program's own dataset is iterated, with its generators, as torch does without workers.
             persists_datasets=persistent or (self.num_workers == 0 and options.readers is None),
             rereads=options.readers is not None and options.readers.resume == "read",
-            by_cost=self._cost_batches is not None,
+            by_cost=self._minato_cost_batches is not None,
         )
         workers = WorkerSpec(
             count=self.num_workers,
@@ -812,95 +834,102 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         )
         return LoaderSpec(
             sampling=sampling,
-            transforms=self._transforms,
+            transforms=self._minato_transforms,
             collate_fn=inside,
-            cache=self._given["cache"],
+            cache=self._minato_given["cache"],
             workers=workers,
             pin_memory=bool(self.pin_memory),
             options=options,
         )
 
     @property
-    def _dealt(self) -> tuple[int, int]:
+    def _minato_dealt(self) -> tuple[int, int]:
         """Rank and number of ranks among which the readers of an iterable dataset are dealt."""
-        readers = self._options.readers
+        readers = self._minato_options.readers
         return (0, 1) if readers is None else readers.dealt()
 
-    def _items_of_a_batch(self) -> int | None:
+    def _minato_items_of_a_batch(self) -> int | None:
         """The batch size; that of an iterable dataset is the batch sampler's, which programs change."""
         if not (is_iterable(self) and is_batched(self)):
             return self.batch_size
         return cast("int | None", attribute(self.batch_sampler, "batch_size", self.batch_size))
 
-    def _num_readers(self) -> int:
+    def _minato_num_readers(self) -> int:
         """Number of readers of an iterable dataset; 0: it is map-style."""
         if not is_iterable(self):
             return 0
-        readers = self._options.readers
+        readers = self._minato_options.readers
         if readers is not None and (readers.count is not None or readers.where == "main"):
             return readers.count or 1
         if self.num_workers > 0 and (kept := getattr(self._iterator, "num_readers", 0)):
             return int(kept)  # of workers that stay, whatever num_workers is now
         return max(int(self.num_workers), 1)
 
-    def _fresh_history(self) -> History:
+    def _minato_fresh_history(self) -> History:
         from minato.engine.history import History  # half of the scheduler
 
-        return (History.of if self._session is None else self._session.history)(self._spec())
+        return (History.of if self._minato_session is None else self._minato_session.history)(
+            self._minato_spec()
+        )
 
-    def _inspector(self, spec: LoaderSpec | None = None) -> Inspector:
+    def _minato_inspector(self, spec: LoaderSpec | None = None) -> Inspector:
         from minato.engine.inspector import Inspector
 
-        return Inspector(spec or self._spec(), self._history, self._position, self._session)
+        return Inspector(
+            spec or self._minato_spec(),
+            self._minato_history,
+            self._minato_position,
+            self._minato_session,
+        )
 
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
             return super()._get_iterator()
-        spec = self._spec()
-        is_known = self._history.views_of == (spec, this_process.pid)
+        spec = self._minato_spec()
+        is_known = self._minato_history.views_of == (spec, this_process.pid)
         if self.num_workers > 0 or not is_known:
-            iterator = self._torchs_iterator()
+            iterator = self._minato_torchs_iterator()
             if iterator is not None:
                 return iterator
-            self._check_workers(spec)
+            self._minato_check_workers(spec)
         if not is_known:
-            self._inspector(spec).open_views()
-        epochs = _Epochs(spec, self._engines, self._position)
-        return self._batch_iterator(spec, self._engines, self._history, epochs)
+            self._minato_inspector(spec).open_views()
+        epochs = _Epochs(spec, self._minato_engines, self._minato_position)
+        return self._minato_batch_iterator(spec, self._minato_engines, self._minato_history, epochs)
 
-    def _torchs_iterator(self) -> TorchIterator | None:
+    def _minato_torchs_iterator(self) -> TorchIterator | None:
         """An iterator of torch's engine, where that loads; None: minato's does."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             # torch shards and seeds data pipes by its own protocol.
-            if self._transforms.steps:
+            if self._minato_transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
-            if self._options.observe.trace is not None:
-                self._refuse_data_pipes("observe=Observe(trace=...)")
-            if self._session is not None:
-                self._refuse_data_pipes("workers=SharedPool(...)")
-            if self._options.readers is not None:
-                self._refuse_data_pipes("readers=")
+            if self._minato_options.observe.trace is not None:
+                self._minato_refuse_data_pipes("observe=Observe(trace=...)")
+            if self._minato_session is not None:
+                self._minato_refuse_data_pipes("workers=SharedPool(...)")
+            if self._minato_options.readers is not None:
+                self._minato_refuse_data_pipes("readers=")
             return super()._get_iterator()
-        if parts := self._replaced_parts():
-            self._refuse_beside(parts)
+        if parts := self._minato_replaced_parts():
+            self._minato_refuse_beside(parts)
             return super()._get_iterator()
         return None
 
-    def _replaced_parts(self) -> list[str]:
+    def _minato_replaced_parts(self) -> list[str]:
         """The parts of torch's engine that the program has replaced, and that only torch's engine uses."""
         return replaced_parts(
             streams=is_iterable(self),
-            worker_processes=self.num_workers > 0 and self._options.worker_kind == "process",
+            worker_processes=self.num_workers > 0 and self._minato_options.worker_kind == "process",
             workers=self.num_workers,
             pins=bool(self.pin_memory),
         )
 
-    def _refuse_beside(self, parts: list[str]) -> None:
+    def _minato_refuse_beside(self, parts: list[str]) -> None:
         """Refuse options that torch's engine lacks, where the program has replaced parts of it; warn of these once."""
         names = ", ".join(parts)
-        options = self._options
+        options = self._minato_options
         for name in OPTION_NAMES:
-            value = self._given.get(name, vars(self).get(name))
+            value = self._minato_given.get(name, vars(self).get(name))
             if name == "num_workers":
                 value = options.autoscale
             elif name == "pin_memory":
@@ -916,31 +945,35 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                     f"the program has replaced {names}, which only torch's engine uses, and that one does without "
                     f"{name}={value!r}: leave the argument out, or torch's part as it is"
                 )
-        if parts != self._engines.told_parts:
-            self._engines.told_parts = parts
+        if parts != self._minato_engines.told_parts:
+            self._minato_engines.told_parts = parts
             warn(
                 f"the program has replaced {names}, which minato's engine does not use: torch's engine loads"
             )
 
-    def _refuse_replaced_parts(self, feature: str) -> None:
-        parts = self._replaced_parts()
+    def _minato_refuse_replaced_parts(self, feature: str) -> None:
+        parts = self._minato_replaced_parts()
         if parts:
             raise ValueError(
                 f"{feature} is about batches of minato's engine, and torch's loads here: the program has replaced "
                 f"{', '.join(parts)}"
             )
 
-    def _check_workers(self, spec: LoaderSpec) -> None:
-        if self.num_workers > 0 and self._options.worker_kind != "ray":
+    def _minato_check_workers(self, spec: LoaderSpec) -> None:
+        if self.num_workers > 0 and self._minato_options.worker_kind != "ray":
             self.check_worker_number_rationality()
-        if self.num_workers > 0 and self._options.worker_kind == "process" and in_starting_child():
+        if (
+            self.num_workers > 0
+            and self._minato_options.worker_kind == "process"
+            and in_starting_child()
+        ):
             context = spec.workers.context or torch.multiprocessing.get_context()
             if context.get_start_method() != "fork":
                 from minato._support.pickling import refuse_unguarded
 
                 refuse_unguarded()
 
-    def _batch_iterator(
+    def _minato_batch_iterator(
         self,
         spec: LoaderSpec,
         engines: EngineFactory,
@@ -954,9 +987,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             loader: Has torch's attributes; by default this one.
         """
         wrap: Callable[[Any], Any] | None = None
-        may_pin = self._options.target is None
-        pins_ahead = self._session is None and self.num_workers > 0
-        if self._cost_batches is not None:
+        may_pin = self._minato_options.target is None
+        pins_ahead = self._minato_session is None and self.num_workers > 0
+        if self._minato_cost_batches is not None:
             from minato.engine.measured_batches import MeasuredBatches
 
             if spec.keeps_dataset_states:
@@ -967,22 +1000,24 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             collate: Any = self.collate_fn
             if issubclass(type(collate), TransformingCollate):
                 collate = collate.collate_fn
-            wrap = functools.partial(MeasuredBatches, batches=self._cost_batches, collate=collate)
+            wrap = functools.partial(
+                MeasuredBatches, batches=self._minato_cost_batches, collate=collate
+            )
             pins_ahead = False
         make_source = functools.partial(engines.source, spec, history, wrap)
         return _iterator_class()(loader or self, make_source, epochs, may_pin, pins_ahead)
 
-    def _separate_batches(self) -> Iterator[Any]:
+    def _minato_separate_batches(self) -> Iterator[Any]:
         """Batches of an epoch that changes nothing of this loader, and no file."""
-        spec = self._spec()
-        self._check_workers(spec)
-        engines, history = self._engines.fresh(traced=False), self._fresh_history()
+        spec = self._minato_spec()
+        self._minato_check_workers(spec)
+        engines, history = self._minato_engines.fresh(traced=False), self._minato_fresh_history()
         sampler = independent(spec.sampling.index_sampler, self.dataset)
         generator = self.generator
         if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
             generator = copy.deepcopy(generator)
         twin = _Twin(self, _index_sampler=sampler, generator=generator)
-        options = self._options
+        options = self._minato_options
         errors = replace(options.errors, log=None)
         stragglers = replace(options.stragglers, history=None)
         # No rank waits for this epoch of another one.
@@ -991,10 +1026,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         own = {"index_sampler": sampler, "generator": generator, "record_order": None}
         spec = replace(spec, sampling=replace(spec.sampling, **own), options=silent)
 
-        epochs = _Epochs(spec, engines, self._position.without_state())
-        kept = self._inspector(spec).randomness(0).saved
+        epochs = _Epochs(spec, engines, self._minato_position.without_state())
+        kept = self._minato_inspector(spec).randomness(0).saved
         with kept():
-            batches = self._batch_iterator(spec, engines, history, epochs, twin)
+            batches = self._minato_batch_iterator(spec, engines, history, epochs, twin)
         while True:
             with kept():
                 try:
@@ -1003,7 +1038,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                     return
             yield batch
 
-    def _refuse_data_pipes(self, feature: str) -> None:
+    def _minato_refuse_data_pipes(self, feature: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             raise ValueError(
                 f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
@@ -1029,7 +1064,11 @@ class _Epochs:
     def begin(self, loader: Any) -> Epoch:
         persists = not self._is_new and loader._iterator is not None
         if not self._is_new:
-            before, self._spec, self._engines = self._spec, loader._spec(), loader._engines
+            before, self._spec, self._engines = (
+                self._spec,
+                loader._minato_spec(),
+                loader._minato_engines,
+            )
             old, new = before.sampling.dealt, self._spec.sampling.dealt
             if old != new:
                 raise RuntimeError(
@@ -1037,7 +1076,7 @@ class _Epochs:
                     f"rank {old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call "
                     "loader.close()"
                 )
-            self._position = loader._position
+            self._position = loader._minato_position
         self._is_new = False
         return self._engines.epoch(self._spec, self._position, persists=persists)
 
@@ -1066,7 +1105,7 @@ def is_active(loader: object) -> bool:
         isinstance(found, DataLoader)
         and is_made(found)
         and not isinstance(found.dataset, (IterDataPipe, MapDataPipe))
-        and not found._replaced_parts()
+        and not found._minato_replaced_parts()
     )
 
 
@@ -1080,7 +1119,7 @@ def metrics_collector(*loaders: DataLoader[object]) -> Collector:
     """
     from minato.observe.metrics import Collector
 
-    found = [each._inspector().labelled_metrics() for each in loaders]
+    found = [each._minato_inspector().labelled_metrics() for each in loaders]
     return Collector(lambda: found)
 
 
@@ -1104,12 +1143,12 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
     if "prefetch_factor" not in given:
         raise TypeError(f"loader is a {type_name(loader)}: give a torch.utils.data.DataLoader")
     ours = is_made(loader)
-    if ours and (cost_batches := vars(loader).get("_cost_batches")) is not None:
+    if ours and (cost_batches := vars(loader).get("_minato_cost_batches")) is not None:
         given["batch_size"] = cost_batches
     if ours and own:
         mine = cast("DataLoader[Any]", loader)
-        given.update(mine._given)
-        if mine._options.begins_next_epoch:
+        given.update(mine._minato_given)
+        if mine._minato_options.begins_next_epoch:
             given["persistent_workers"] = NEXT_EPOCH
     unbound = isinstance(given["prefetch_factor"], Unbound)
     if unbound or (not ours and given["prefetch_factor"] == 2):  # torch's default
@@ -1149,7 +1188,7 @@ def _starts_threads(context: object) -> bool:
 _SPEC_PARTS = operator.attrgetter(
     *("dataset", "batch_size", "drop_last", "generator", "num_workers", "multiprocessing_context"),
     *("worker_init_fn", "prefetch_factor", "persistent_workers", "timeout", "collate_fn"),
-    *("pin_memory", "_transforms", "_options", "_replay", "_session"),
+    *("pin_memory", "_minato_transforms", "_minato_options", "_minato_replay", "_minato_session"),
     *("batch_sampler", INDEX_SAMPLER),
 )
 """The attributes that decide a ``LoaderSpec``, apart from ``cache``, which cannot be set."""

@@ -55,7 +55,7 @@ def is_made(loader: object) -> bool:
 
     A subclass that takes torch's name for its base may set torch's attributes itself. It is a loader of torch's then.
     """
-    return getattr(loader, "_position", None) is not None
+    return getattr(loader, "_minato_position", None) is not None
 
 
 def is_being_made(loader: object) -> bool:

@@ -56,7 +56,7 @@ def _rebuilding_alike(
     def adapted(*arguments: Any, **keywords: Any) -> Any:
         given: Any = arguments[loader_at] if len(arguments) > loader_at else None
         given = keywords.get("dataloader", keywords.get("data_loader", given))
-        make = getattr(given, "_rebuilt", None)
+        make = getattr(given, "_minato_rebuilt", None)
         ranks = getattr(getattr(given, "readers", None), "ranks", None)
         build = None if make is None else _Build(make, ranks is not None)
         token = _current.set(build)
@@ -77,7 +77,7 @@ def _rebuilding_alike(
 def install_accelerate(module: Any) -> None:
     """Adapt ``accelerate.data_loader``, which rebuilds loaders as torch's from a fixed list of attributes.
 
-    ``Accelerator.prepare`` and ``skip_first_batches`` then call the given loader's ``_rebuilt``, if it has one.
+    ``Accelerator.prepare`` and ``skip_first_batches`` then call the given loader's ``_minato_rebuilt``, if it has one.
     ``use_stateful_dataloader=True`` asks for a loader with ``state_dict()``, which minato's is.
     """
     expected = (*_REBUILDERS, *_WRAPPERS, "DataLoaderAdapter", "PartialState", "DataLoader")
@@ -112,7 +112,7 @@ def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]
     @functools.wraps(set_epoch)
     def adapted(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)
-        if hasattr(self.base_dataloader, "_rebuilt"):
+        if hasattr(self.base_dataloader, "_minato_rebuilt"):
             self.base_dataloader.set_epoch(epoch)
 
     return adapted
@@ -148,7 +148,11 @@ def _counting_epochs(load_state_dict: Callable[..., None]) -> Callable[..., None
     @functools.wraps(load_state_dict)
     def adapted(self: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
-        if "iteration" in vars(self) and hasattr(self.base_dataloader, "_rebuilt") and state_dict:
+        if (
+            "iteration" in vars(self)
+            and hasattr(self.base_dataloader, "_minato_rebuilt")
+            and state_dict
+        ):
             self.iteration = max(state_dict["epoch"] + bool(state_dict["finished"]), 0)
 
     return adapted
@@ -212,7 +216,7 @@ def _leaving_ended_epochs(on_run_start: Callable[..., None]) -> Callable[..., No
 
 def _batches_done(loader: Any) -> int:
     """Batches of the newest iterator's epoch, with those before its state; 0 for loaders of others."""
-    if not hasattr(loader, "_rebuilt"):
+    if not hasattr(loader, "_minato_rebuilt"):
         return 0
     state = loader.state_dict()
     return 0 if state["finished"] else int(state["done"]["batches"])

@@ -40,7 +40,7 @@ def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
     for workers in (0, 2):
         again = loader(workers, recording=Replay(str(path)))
-        assert again._options.order == "strict"
+        assert again._minato_options.order == "strict"
         assert [draws(again), draws(again)] == epochs
         with pytest.raises(ValueError, match=r"order.jsonl holds no epoch 2, only \[0, 1\]"):
             iter(again)

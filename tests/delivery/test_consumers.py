@@ -70,7 +70,7 @@ def test_persistent_workers_stay_and_passes_need_no_agreement() -> None:
     for consumer in (*consumers, *consumers):
         got = flat(consumer)
         assert got in (list(range(40)), [])
-    assert loader._position.epoch == 1
+    assert loader._minato_position.epoch == 1
 
 
 def test_whoever_has_waited_longest_is_next() -> None:

@@ -647,7 +647,7 @@ def test_a_view_that_raises_is_switched_off_alone(event: str) -> None:
     loader = DataLoader(Numbers(SIZE), BATCH)
     broken, sound = View(), View()
     setattr(broken, event, fails)
-    observers: Any = loader._history.observers  # type: ignore[attr-defined]
+    observers: Any = loader._minato_history.observers  # type: ignore[attr-defined]
     observers += [broken, sound]
     with pytest.warns(MinatoWarning, match="View of this loader is switched off"):
         assert drain(loader) == (list(range(SIZE)), [])

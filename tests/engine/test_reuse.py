@@ -119,7 +119,7 @@ def test_a_report_tells_each_epoch_apart() -> None:
     loader = DataLoader(Numbers(40), 4)
     for _ in range(3):
         list(loader)
-    for notes in loader._history.epoch_log.past:
+    for notes in loader._minato_history.epoch_log.past:
         assert notes.metrics.counts["samples"] == 40
         assert notes.metrics.counts["batches"] == 10
         assert notes.metrics.histograms["total"].count == 40
@@ -145,10 +145,10 @@ def test_a_rank_of_many_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RANK", "300")
     monkeypatch.setenv("WORLD_SIZE", "512")
     loader = DataLoader(Stream(5), 2, readers=Readers(512, ranks="auto"))
-    assert loader._spec() is loader._spec()
-    kept = loader._spec()
+    assert loader._minato_spec() is loader._minato_spec()
+    kept = loader._minato_spec()
     monkeypatch.setenv("RANK", "301")
-    assert loader._spec().sampling.dealt == (301, 512) != kept.sampling.dealt
+    assert loader._minato_spec().sampling.dealt == (301, 512) != kept.sampling.dealt
 
 
 def test_a_copy_of_a_loader_has_an_engine_of_its_own() -> None:

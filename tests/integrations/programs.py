@@ -182,7 +182,7 @@ def lightning() -> dict[str, Any]:
             "order": used.order,
             "seed": used.seed,
             "bounded": type(used.prefetch_factor) is int,
-            "last epoch": used._position.epoch,
+            "last epoch": used._minato_position.epoch,
         }
 
     def fit(name: str, module: Module, *loaders: Any) -> None:

@@ -134,7 +134,7 @@ def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
     prepared.set_epoch(4)
     assert sampler.epoch == 4
     assert list(chain(*indices(prepared))) == list(sampler)
-    assert prepared.base_dataloader._position.epoch == 4
+    assert prepared.base_dataloader._minato_position.epoch == 4
 
 
 def test_a_seedable_sampler_on_demand(make_accelerator: Callable[..., Any]) -> None:

@@ -47,7 +47,7 @@ def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, A
     names = [*OWN, "dataset", "batch_size", "num_workers", "in_order", "prefetch_factor", "timeout"]
     again = minato.DataLoader(**{name: getattr(loader, name) for name in names})
     assert of(again) == of(loader)
-    assert again._options == loader._options
+    assert again._minato_options == loader._minato_options
     assert type(again.prefetch_factor) is type(loader.prefetch_factor) is not int
 
 
@@ -84,16 +84,31 @@ def test_what_a_subclass_has_under_their_names_is_no_argument() -> None:
     again = minato.DataLoader.from_torch(loader)
     assert of(again) == of(twin)
     loader.in_order = False
-    assert (loader.order, loader._options.order) == ("mine", "batch")
+    assert (loader.order, loader._minato_options.order) == ("mine", "batch")
     with pytest.raises(ValueError, match="errors attribute should not be set"):
         loader.errors = "raise"
+
+
+def test_private_names_are_left_to_subclasses() -> None:
+    ours = {**vars(minato.DataLoader), **vars(minato.DataLoader(Numbers(6)))}
+    torchs = {*dir(TorchDataLoader(Numbers(6))), "_abc_impl"}
+    private = {name for name in ours if name.startswith("_") and not name.endswith("__")} - torchs
+    assert [name for name in private if not name.startswith("_minato_")] == []
+
+    class Loader(minato.DataLoader):
+        def __init__(self, transforms: list[str]) -> None:
+            super().__init__(Numbers(6), 2, transforms=[float])
+            self._transforms, self._options, self._history = transforms, {}, [0]
+
+    (first, *_) = loader = Loader(["theirs"])
+    assert (first.dtype, loader._transforms) == (torch.float64, ["theirs"])
 
 
 def test_a_loader_can_be_renamed_by_programs_that_name_loaders() -> None:
     loader = minato.DataLoader(Numbers(8), observe=minato.Observe(name="training"))
     loader.name = "validation"
-    assert loader._options.name == loader.name == "validation"
-    assert minato.DataLoader(Numbers(8))._options.name == "Numbers"
+    assert loader._minato_options.name == loader.name == "validation"
+    assert minato.DataLoader(Numbers(8))._minato_options.name == "Numbers"
 
 
 def test_a_number_of_workers_that_changes_is_taken_over() -> None:
@@ -102,7 +117,7 @@ def test_a_number_of_workers_that_changes_is_taken_over() -> None:
     again = minato.DataLoader(loader.dataset, num_workers=loader.num_workers)
     again = pickle.loads(pickle.dumps(again))
     assert again.num_workers == 2
-    assert again._options.autoscale == loader._options.autoscale
+    assert again._minato_options.autoscale == loader._minato_options.autoscale
 
 
 def test_prefetch_factor_reads_as_torchs() -> None:

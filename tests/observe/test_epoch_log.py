@@ -268,7 +268,7 @@ def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured
     loader = DataLoader(Failing(40, {1: ValueError, 2: OSError}), size, errors=policy, **workers)
     with pytest.raises(ErrorBudgetError):
         list(iterator := iter(loader))
-    log = loader._history.epoch_log
+    log = loader._minato_history.epoch_log
     before = log.totals()
     assert before.running
     assert log.totals().waited_ns == before.waited_ns == log.records()[-1].waited_ns

@@ -329,7 +329,7 @@ def test_time_between_epochs_is_no_idle_time() -> None:
 def test_a_run_has_the_fewest_and_the_most_workers_of_its_epochs() -> None:
     loader = DataLoader(Sleepy(8, 0.0), 4)
     run(loader, epochs=3)
-    epochs = zip(loader._history.epoch_log.past, [(2, 4), (1, 3), (2, 2)], strict=True)
+    epochs = zip(loader._minato_history.epoch_log.past, [(2, 4), (1, 3), (2, 2)], strict=True)
     for notes, workers in epochs:
         notes.use.workers = workers
     workers = loader.report().run.workers

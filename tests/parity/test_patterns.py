@@ -937,10 +937,10 @@ def test_processes_that_are_threads() -> None:
 def test_a_context_of_threads_that_is_set_later() -> None:
     loader = minato.DataLoader(Numbers(4), num_workers=2)
     loader.multiprocessing_context = Context()
-    assert loader._options.workers == "thread"
+    assert loader._minato_options.workers == "thread"
     assert plain(loader) == [[0], [1], [2], [3]]
     loader.multiprocessing_context = "fork"
-    assert loader._options.workers == loader.workers == "process"
+    assert loader._minato_options.workers == loader.workers == "process"
     stream = minato.DataLoader(Parts(4), num_workers=2, multiprocessing_context=Context())
     assert sorted(plain(stream)) == [[0], [1], [2], [3]]
 

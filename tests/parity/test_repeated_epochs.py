@@ -109,7 +109,7 @@ def test_the_epochs_of_persistent_workers() -> None:
     for _ in range(2):
         found = [epoch(loader, 5), plain(loader)]
         assert found == epochs[:2]
-        assert loader.reproduce(0, epoch=loader._position.epoch - 1) == found[0][0][0]
+        assert loader.reproduce(0, epoch=loader._minato_position.epoch - 1) == found[0][0][0]
         loader._iterator = None
 
 

@@ -27,7 +27,7 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             held.append(next(batches))
         gc.collect()
         if rank == 1:
-            client = loader._session._client
+            client = loader._minato_session._client
             ahead = len(client._arrived) - 1  # of the first arena, behind the one that it has
             leased = [remote.num_leased for remote in client._remote_arenas.values()]
             assert leased == [2 + ahead, 1]
@@ -38,7 +38,7 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             assert batches is not None  # it has the first arena
             del batches  # its workers were forked while batches were held, and end now
             gc.collect()
-            server = loader._session._server
+            server = loader._minato_session._server
             wait_until(lambda: server._ranks.arenas[0].num_leased == 0)
         together.wait()
         return last
@@ -54,14 +54,16 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             found = indices(loader)
-            return len(found), place in [slot for _, slot in loader._session._client.given_back()]
+            return len(found), place in [
+                slot for _, slot in loader._minato_session._client.given_back()
+            ]
         batches = iter(loader)
         next(batches)
         together.wait()
         if rank == 1:
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        server = loader._session._server
+        server = loader._minato_session._server
         wait_until(lambda: server._ranks.slots[1].gone is not None)
         server._ranks.arenas[0].given_back.append(place)
         for _ in range(5):  # so many that one is fetched now
@@ -82,7 +84,7 @@ def test_a_host_that_lives_and_does_not_iterate() -> None:
         loader = pooled(Numbers(8), 2)
         epochs = [indices(loader)]
         if rank == 1:
-            link = loader._session._client
+            link = loader._minato_session._client
             timeout_s, link._timeout_s = link._timeout_s, 0.0
             for _ in range(2):
                 with pytest.raises(RuntimeError, match=r"local rank 0 .* has not begun the next"):

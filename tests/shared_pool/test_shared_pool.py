@@ -199,7 +199,7 @@ def test_slots_are_used_again_and_not_before() -> None:
             assert all((batch == torch.tensor(values)[:, None]).all() for batch, values in kept)
             kept.clear()
             together.wait()
-        return None if rank else loader._session._server._ranks.arenas[0].num_slots
+        return None if rank else loader._minato_session._server._ranks.arenas[0].num_slots
 
     in_flight, for_both = 4, 24
     assert run(program)[0] <= in_flight + for_both + 12
@@ -412,8 +412,8 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
         second = indices(loader)
         if rank == 0:
             together.wait()
-            loader._session._server._wait_at_exit()
-            assert not loader._session._server._thread.is_alive()
+            loader._minato_session._server._wait_at_exit()
+            assert not loader._minato_session._server._thread.is_alive()
         return [first, second]
 
     assert run(program) == [[part, part] for part in in_turn(120, 2)]
@@ -432,7 +432,7 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
         first = [batch.tolist() for batch, _ in zip(loader, range(2), strict=False)]
         if rank == 0:
             loader.close()
-            host = loader._session._server
+            host = loader._minato_session._server
             wait_s = [host._exit_wait_s]
 
             def exit_wait_s() -> Any:
@@ -509,7 +509,7 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         epochs = [[batch[:, 0].tolist() for batch in [*held, *batches]]]
         held.clear()
         epochs += [[batch[:, 0].tolist() for batch in loader] for _ in range(2)]
-        arena = None if rank else loader._session._server._ranks.arenas[0]
+        arena = None if rank else loader._minato_session._server._ranks.arenas[0]
         wait_until(lambda: arena is None or arena.num_leased == 0)
         return epochs
 
@@ -607,7 +607,7 @@ def test_epochs_that_do_not_belong_together() -> None:
 def test_workers_and_limits_are_those_of_all_ranks() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = pooled(Numbers(8), num_workers=AutoScale(start=2, max=3), memory_budget=1 << 20)
-        assert rank or loader._history.autoscale.settings.most == 6
+        assert rank or loader._minato_history.autoscale.settings.most == 6
         assert len(list(loader)) == 1
         together.wait()
         if rank == 0:
@@ -661,7 +661,7 @@ def test_what_does_not_serve_a_rank_is_refused(
 
 def test_alone_it_is_the_plain_loader() -> None:
     loader = pooled(Numbers(8), shuffle=True, seed=1)
-    assert loader._session is None
+    assert loader._minato_session is None
     assert indices(loader) == indices(DataLoader(Numbers(8), 4, shuffle=True, seed=1))
 
 
@@ -676,4 +676,4 @@ def test_one_rank_on_each_node_is_the_plain_loader_of_its_part(in_a_job: Any) ->
 def test_a_copy_is_another_loader(in_a_job: Any) -> None:
     loader = pooled(Numbers(8))
     copy = pickle.loads(pickle.dumps(loader))
-    assert copy._session._number != loader._session._number
+    assert copy._minato_session._number != loader._minato_session._number

@@ -147,7 +147,7 @@ def test_a_loaded_state_is_used_up_by_the_first_batch(
     later = resumed(state, loader())
     for _ in range(2):
         iterator = iter(later)
-        board = later._position.last.readers.board
+        board = later._minato_position.last.readers.board
         wait_until(lambda board=board: not num_workers or any(map(board.read, range(3))))
         del iterator
     assert saved(later)["readers"]["each"][0]["done"] == state["readers"]["each"][0]["done"]

@@ -88,7 +88,7 @@ def test_content_stays_while_workers_come_and_go(
     deadline = time.monotonic() + PATIENCE_S
     epochs = 0
     while epochs < EPOCHS or len(set(active)) < 2:  # a change waits until all have had an item
-        assert time.monotonic() < deadline, loader._history.autoscale
+        assert time.monotonic() < deadline, loader._minato_history.autoscale
         got += watched(loader, active)
         epochs += 1
     if draws and order == "strict":
@@ -127,7 +127,7 @@ def watch_until(loader: Any, count: int, step_s: float = 0.0) -> list[int]:
         time.sleep(step_s)
         if active[-1] == count:
             return active
-        assert time.monotonic() < deadline, loader._history.autoscale
+        assert time.monotonic() < deadline, loader._minato_history.autoscale
     raise AssertionError("the epoch has ended")
 
 

@@ -23,8 +23,8 @@ PATIENCE_S = 60.0
 
 
 def workers_of(loader: DataLoader[object]) -> int:
-    assert loader._history.autoscale is not None
-    return loader._history.autoscale.state.workers
+    assert loader._minato_history.autoscale is not None
+    return loader._minato_history.autoscale.state.workers
 
 
 def endless(seconds: float) -> Sleepy:
@@ -42,7 +42,7 @@ def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
     seen: list[int] = []
     deadline = time.monotonic() + PATIENCE_S
     while len(seen) < 800 or len(set(seen)) < 3:  # a change waits until all have had a sample
-        assert time.monotonic() < deadline, loader._history.autoscale
+        assert time.monotonic() < deadline, loader._minato_history.autoscale
         delivered = []
         for batch in loader:
             delivered += batch.tolist()
@@ -61,7 +61,7 @@ def test_workers_that_wait_become_more_while_the_loop_waits(method, caplog):
         delivered += batch.tolist()
         if workers_of(loader) == 6:
             break
-        assert time.monotonic() < deadline, loader._history.autoscale
+        assert time.monotonic() < deadline, loader._minato_history.autoscale
     assert delivered == list(range(len(delivered)))
     assert any(re.fullmatch(r"\d workers instead of 1: grow", each) for each in caplog.messages)
 
@@ -74,7 +74,7 @@ def test_workers_that_idle_become_fewer(method):
         time.sleep(0.02)
         if workers_of(loader) <= 2:
             break
-        assert time.monotonic() < deadline, loader._history.autoscale
+        assert time.monotonic() < deadline, loader._minato_history.autoscale
 
 
 def test_forked_workers_are_all_there_before_the_first_batch(forced):
@@ -145,7 +145,7 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
 
 def test_the_next_pass_begins_with_what_helped_in_the_last():
     loader = DataLoader(Numbers(8), 4, num_workers=AutoScale(start=1, max=16))
-    autoscale = loader._history.autoscale
+    autoscale = loader._minato_history.autoscale
     assert autoscale.numbers(persistent=False) == (1, 16)
     autoscale.state, autoscale.tried = ControllerState(3), True
     assert autoscale.numbers(persistent=False) == (3, 6)
@@ -173,7 +173,7 @@ def test_limits_follow_from_the_cores(cores, given, expected, monkeypatch):
     monkeypatch.setattr("minato.options.available_cores", lambda: cores)
     scale = AutoScale(**given) if given else "auto"
     loader = DataLoader(Numbers(8), num_workers=scale)
-    limits = loader._options.autoscale
+    limits = loader._minato_options.autoscale
     assert (loader.num_workers, limits.min, limits.max) == expected
 
 
@@ -195,7 +195,7 @@ def test_limits_that_contradict_each_other_are_refused():
 
 def test_a_fixed_number_stays_fixed_and_one_that_is_assigned_later_is():
     fixed = DataLoader(Numbers(8), num_workers=2)
-    assert fixed._options.autoscale is fixed._history.autoscale is None
+    assert fixed._minato_options.autoscale is fixed._minato_history.autoscale is None
     for number in (0, 2):
         loader = DataLoader(Numbers(20), 4, num_workers="auto")
         loader.num_workers = number
@@ -210,7 +210,7 @@ def test_the_papers_controller_can_be_had_and_its_constants_chosen():
     for controller, constants in (("paper", PaperController()), (mine, mine)):
         scale = AutoScale(start=2, max=4, controller=controller)
         loader = DataLoader(Numbers(200), 4, num_workers=scale)
-        autoscale = loader._history.autoscale
+        autoscale = loader._minato_history.autoscale
         assert autoscale.controller == "paper"
         settings = autoscale.settings
         assert (settings.least, settings.most, settings.paper) == (1, 4, constants)
