@@ -195,7 +195,7 @@ _NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
 
 
 class Totals(NamedTuple):
-    """Totals over all epochs, and the newest epoch so far.
+    """Totals over all epochs, and the latest epoch so far.
 
     Attributes:
         counts: Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``,
@@ -239,6 +239,12 @@ class RunningEpoch(Observer):
         self._log = log
         self.record, self.progress, self.source = record, progress, source
         self.is_over = False
+
+    @property
+    def active_ns(self) -> int:
+        """When something last happened in it."""
+        calls = self.record.calls
+        return max(calls.began_ns, calls.entered_ns, calls.left_ns)
 
     def started(self) -> None:
         calls = self.record.calls
@@ -307,7 +313,7 @@ class EpochLog(Observer):
         self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
         self.storage: Callable[[], Counts] = Counts
         # Readers in other threads take these first: an epoch that ends meanwhile is also in the other place.
-        self._running: tuple[RunningEpoch, ...] = ()  # the newest last
+        self._running: tuple[RunningEpoch, ...] = ()
         self._ended = _Ended([], Metrics(), (0,) * len(_TOTALS), 0)
         self._sources: tuple[MetricsSource, ...] = ()  # of engines that run
         self._latest: tuple[MetricsSource, Metrics] | None = None  # of the last epoch that ended
@@ -388,11 +394,21 @@ class EpochLog(Observer):
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
-        running = self._running
-        return running[-1].source.stages() if running else ()
+        current = self._current(self._running, self._ended.records)
+        return () if current is None else current.source.stages()
+
+    @staticmethod
+    def _current(
+        running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]
+    ) -> RunningEpoch | None:
+        """The epoch whose iterator was asked last; None: another one has ended since."""
+        current = max(running, key=lambda each: each.active_ns, default=None)
+        if current is None or (ended and ended[-1].ended_ns > current.active_ns):
+            return None
+        return None if _holds(ended[-_MOST_AT_A_TIME:], current.record) else current
 
     def totals(self) -> Totals:
-        """Totals over all epochs, and the newest one; any thread may call it, and gets no smaller times than before.
+        """Totals over all epochs, and the latest one; any thread may call it, and gets no smaller times than before.
 
         It takes some ten microseconds, however many samples and epochs there were.
         """
@@ -400,13 +416,14 @@ class EpochLog(Observer):
             running, ended = self._running, self._ended
             records = [*ended.records]
             each_of = [each.totals(each.after.counts) for each in records[ended.num_added :]]
-            record = records[-1] if records else None
-            runs = False
+            latest = (records[-1], each_of[-1]) if records else None
+            current = self._current(running, records)
             for each in running:
                 if not _holds(records[-_MOST_AT_A_TIME:], each.record):
-                    record, runs = each.record, True
-                    each_of.append(record.totals(Counts(each.source.quick_counts())))
-                    record.calls.is_wanted = True
+                    each_of.append(each.record.totals(Counts(each.source.quick_counts())))
+                    each.record.calls.is_wanted = True
+                    if each is current:
+                        latest = each.record, each_of[-1]
             if running is self._running:  # else an epoch has ended or begun meanwhile
                 break
         sums = map(sum, zip(ended.totals, *each_of, strict=True))
@@ -414,15 +431,17 @@ class EpochLog(Observer):
         # The loop may be between two lines of leave(): what it waits is then in neither place.
         self._shown = {n: max(counts[n], least) for n, least in self._shown.items()}
         counts.update(self._shown)
-        if record is None:
+        if latest is None:
             return Totals(counts)
-        batches, samples, _, wall_ns, waited_ns, *_ = each_of[-1]
-        loader = record.use.last or _NO_LOADER
+        record, (batches, samples, _, wall_ns, waited_ns, *_) = latest
+        runs, loader = current is not None, record.use.last or _NO_LOADER
         return Totals(counts, record.epoch, runs, wall_ns, waited_ns, batches, samples, loader)
 
     def records(self) -> list[EpochRecord]:
-        """All epochs that are kept, the current ones last."""
-        return [*self.past, *map(self._updated, self._running)]
+        """All epochs that are kept, in the order in which something last happened in them."""
+        found = [(each.ended_ns, each) for each in self.past]
+        found += [(each.active_ns, self._updated(each)) for each in self._running]
+        return [record for _, record in sorted(found, key=itemgetter(0))]
 
     def _updated(self, running: RunningEpoch) -> EpochRecord:
         record, source, progress = running.record, running.source, running.progress

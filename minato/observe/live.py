@@ -60,7 +60,11 @@ class _ShownEpoch(Observer):
         self.recent: deque[_Look] = deque()
 
     def started(self) -> None:
-        _board.add(self._view)
+        self._view.show(self)
+
+    def enter(self) -> None:
+        if self._view.epoch is not self:
+            self._view.show(self)
 
     def finish(self) -> None:
         self._view.leave_out(self)
@@ -69,7 +73,7 @@ class _ShownEpoch(Observer):
 class Live(Observer):
     """The result of ``loader.live()``: shows the progress of each epoch while it runs.
 
-    Of several epochs at a time it shows the one that has begun last.
+    Of several epochs at a time it shows the one whose iterator was asked last.
     """
 
     def __init__(
@@ -94,20 +98,26 @@ class Live(Observer):
         for each in [each for each in self._running if each.source is source]:
             self.leave_out(each)
 
-    def leave_out(self, shown: _ShownEpoch) -> None:
-        """Show an epoch no more, but the one that began before it, if that still runs."""
+    def show(self, shown: _ShownEpoch) -> None:
+        """Show an epoch that runs, unless the view has ended."""
         if shown in self._running:
-            _board.remove(self)
+            self.epoch = shown
+            _board.add(self)
+
+    def leave_out(self, shown: _ShownEpoch) -> None:
+        """Show an epoch no more."""
+        if shown in self._running:
             self._running.remove(shown)
-            if self._running:
-                self.epoch = self._running[-1]
-                _board.add(self)
+            shown.source = None
+            if shown is self.epoch:
+                _board.remove(self)
 
     def close(self) -> None:
         """End the view."""
         if self in self._observers:
             self._observers.remove(self)
         self._running.clear()
+        self.epoch.source = None
         _board.remove(self, summarize=False)
 
     def __enter__(self) -> Live:

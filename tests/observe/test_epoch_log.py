@@ -121,8 +121,10 @@ def test_epochs_that_run_at_a_time_have_their_own_figures() -> None:
     assert (journal.totals().epoch, journal.totals().counts["batches"]) == (1, 3)
     journal.end(engines[1])  # its iterator is dropped
     second.enter()
-    assert (journal.totals().epoch, journal.totals().running) == (0, True)
+    assert (journal.totals().epoch, journal.totals().running, journal.stages()) == (1, False, ())
+    assert [each.epoch for each in journal.records()] == [0, 1]
     first.enter()
+    assert (journal.totals().epoch, journal.totals().running) == (0, True)
     first.leave(4, 50, lambda: STANDING)
     first.enter()
     first.finish()
