@@ -967,8 +967,6 @@ class Options(_Group):
             ModuleNotFoundError: Ray is not installed.
         """
         options = cls(**given)
-        if options.observe.name is None:
-            options = replace(options, observe=replace(options.observe, name=torchs.dataset_name))
         options = options.in_context(options.workers, torchs.in_threads)
         _check_recording(options, torchs.is_stream)
         options = _with_defaults(options, torchs)
@@ -986,7 +984,8 @@ class Options(_Group):
                 "workers=SharedPool(...) shares processes, and those of this multiprocessing_context are threads: give "
                 "'fork', 'spawn' or 'forkserver', or leave it out"
             )
-        return replace(self, workers="thread" if in_threads and workers == "process" else workers)
+        workers = "thread" if in_threads and workers == "process" else workers
+        return self if workers == self.workers else replace(self, workers=workers)
 
     @property
     def name(self) -> str:
@@ -1101,10 +1100,12 @@ def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
             f"order={order!r} mixes batches, but with compat='torch' each batch is one worker's: use order='batch' to "
             "get each of them as soon as it is complete"
         )
-    seed = options.seed
+    seed, observe = options.seed, options.observe
     if seed is None and options.deals_readers:
         seed = 0  # torch's generator may differ between ranks
-    return replace(options, order=order, max_lag=max_lag, seed=seed)
+    if observe.name is None:
+        observe = replace(observe, name=torchs.dataset_name)
+    return replace(options, order=order, max_lag=max_lag, seed=seed, observe=observe)
 
 
 def _check_readers(options: Options, is_stream: bool) -> None:

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -46,17 +46,27 @@ class MachineSnapshot(NamedTuple):
 
 
 class MachineMonitor:
-    """Takes snapshots of the machine, at most ten per second: one epoch often starts when another ends."""
+    """Takes snapshots of the machine, at most ten per second: one epoch often starts when another ends.
+
+    Those without GPUs are the same for all loaders of the process.
+    """
+
+    _of_all: ClassVar[tuple[int, MachineSnapshot]] = 0, MachineSnapshot()
 
     def __init__(self) -> None:
         self.gpus: GpuTable | None = None
-        self._last_ns, self._last = 0, MachineSnapshot()
+        self._own = 0, MachineSnapshot()
 
     def __call__(self) -> MachineSnapshot:
-        if now_ns() - self._last_ns > _RECENT_NS:
+        taken_ns, last = MachineMonitor._of_all if self.gpus is None else self._own
+        if now_ns() - taken_ns > _RECENT_NS:
             with contextlib.suppress(OSError):  # without free descriptors, training goes on
-                self._last_ns, self._last = now_ns(), self._look()
-        return self._last
+                last = self._look()
+                if self.gpus is None:
+                    MachineMonitor._of_all = now_ns(), last
+                else:
+                    self._own = now_ns(), last
+        return last
 
     def _look(self) -> MachineSnapshot:
         used_s, there_s = machine_usage()

@@ -27,6 +27,7 @@ from minato.observe.figures import (
     WindowFigures,
     Workers,
 )
+from minato.observe.machine import MachineSnapshot
 from minato.observe.verdict import judge
 from tests.datasets import Filled, Numbers, Sleepy, Stream
 
@@ -406,6 +407,7 @@ def test_real_loaders(
     if cores == FEW["cores"]:
         usage = "minato.observe.machine.machine_usage"
         monkeypatch.setattr(usage, lambda: (0.0, time.monotonic()))
+        monkeypatch.setattr("minato.observe.machine.MachineMonitor._of_all", (0, MachineSnapshot()))
     for _ in range(5):  # other programs may hold up a part of a run
         loader = DataLoader(dataset, **options)
         for _ in range(epochs):
