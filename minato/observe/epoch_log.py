@@ -375,9 +375,9 @@ class EpochLog(Observer):
         record.ended_ns = record.ended_ns or now_ns()
         if not _holds(records[-_MOST_AT_A_TIME:], record):  # an interruption may come after it
             records.append(record)
-        running.is_over = True
         self._latest = running.source, record.after
         self._running = tuple(each for each in self._running if each is not running)
+        running.is_over = True
         if len(records) - self._ended.num_added > _TOGETHER:
             self._add_up()
 
@@ -394,18 +394,9 @@ class EpochLog(Observer):
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
-        current = self._current(self._running, self._ended.records)
+        running = self._running
+        current = _current(running, self._ended.records)
         return () if current is None else current.source.stages()
-
-    @staticmethod
-    def _current(
-        running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]
-    ) -> RunningEpoch | None:
-        """The epoch whose iterator was asked last; None: another one has ended since."""
-        current = max(running, key=lambda each: each.active_ns, default=None)
-        if current is None or (ended and ended[-1].ended_ns > current.active_ns):
-            return None
-        return None if _holds(ended[-_MOST_AT_A_TIME:], current.record) else current
 
     def totals(self) -> Totals:
         """Totals over all epochs, and the latest one; any thread may call it, and gets no smaller times than before.
@@ -417,13 +408,12 @@ class EpochLog(Observer):
             records = [*ended.records]
             each_of = [each.totals(each.after.counts) for each in records[ended.num_added :]]
             latest = (records[-1], each_of[-1]) if records else None
-            current = self._current(running, records)
-            for each in running:
-                if not _holds(records[-_MOST_AT_A_TIME:], each.record):
-                    each_of.append(each.record.totals(Counts(each.source.quick_counts())))
-                    each.record.calls.is_wanted = True
-                    if each is current:
-                        latest = each.record, each_of[-1]
+            current = _current(running, records)
+            for each in _still(running, records):
+                each_of.append(each.record.totals(Counts(each.source.quick_counts())))
+                each.record.calls.is_wanted = True
+                if each is current:
+                    latest = each.record, each_of[-1]
             if running is self._running:  # else an epoch has ended or begun meanwhile
                 break
         sums = map(sum, zip(ended.totals, *each_of, strict=True))
@@ -439,8 +429,9 @@ class EpochLog(Observer):
 
     def records(self) -> list[EpochRecord]:
         """All epochs that are kept, in the order in which something last happened in them."""
-        found = [(each.ended_ns, each) for each in self.past]
-        found += [(each.active_ns, self._updated(each)) for each in self._running]
+        running, past = self._running, self.past
+        found = [(each.ended_ns, each) for each in past]
+        found += [(each.active_ns, self._updated(each)) for each in _still(running, past)]
         return [record for _, record in sorted(found, key=itemgetter(0))]
 
     def _updated(self, running: RunningEpoch) -> EpochRecord:
@@ -465,3 +456,15 @@ class EpochLog(Observer):
 
 def _holds(those: Sequence[object], one: object) -> bool:
     return any(each is one for each in those)
+
+
+def _still(running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]) -> Sequence[RunningEpoch]:
+    """Those that are not among the ended ones, where they come first."""
+    return [each for each in running if not _holds(ended[-_MOST_AT_A_TIME:], each.record)]
+
+
+def _current(running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]) -> RunningEpoch | None:
+    """The epoch whose iterator was asked last; None: another one has ended since."""
+    current = max(_still(running, ended), key=lambda each: each.active_ns, default=None)
+    is_before = current is not None and ended and ended[-1].ended_ns > current.active_ns
+    return None if is_before else current
