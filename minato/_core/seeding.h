@@ -38,8 +38,9 @@ static inline mn_stream mn_open_stream(uint64_t key, uint64_t stream) {
 
 /* Word i: two rounds of a 32-bit multiply-xorshift hash, with key material between the rounds. */
 #define MN_FILL_BODY(WORD)                                        \
-    for (uint32_t i = 0; i < words; i++) {                        \
-        uint32_t x = s.start + i * s.step;                        \
+    uint32_t counter = s.start;                                   \
+    for (uint32_t i = 0; i < words; i++, counter += s.step) {     \
+        uint32_t x = counter;                                     \
         x = (x ^ (x >> 16)) * UINT32_C(0x21f0aaad) ^ s.first;     \
         x = (x ^ (x >> 15)) * UINT32_C(0xd35a2d97) ^ s.second;    \
         to[i] = (WORD)(x ^ (x >> 15));                            \

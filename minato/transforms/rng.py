@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -101,8 +101,7 @@ class SampleRandomness:
         self._own: dict[str, rng_memory.MemoryGenerator[Any]] = {}
         self._snapshot = StateSnapshot([])
         self._by_state: list[rng_memory.TorchByState] = []
-        self._written: list[tuple[int, int]] = []
-        self._keepers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self._outside: _Outside | None = None
         self._before: Any = None
         if bind_globals:
             self._attach()
@@ -131,11 +130,9 @@ class SampleRandomness:
         self._cells = [cell for generator in self._all for cell in generator.cells]
         self._make_writer()
         self._snapshot = rng_memory.snapshot(self._all)
-        self._written = [span for each in self._all if each.is_writable for span in each.spans]
-        applied = [each for each in self._all if not each.takes_effect_at_once]
-        self._keepers = [(each.keep, each.set_rest) for each in applied]
+        self._outside = None
         self._by_state = [each for each in self._all if isinstance(each, rng_memory.TorchByState)]
-        self._applies = [each.apply for each in applied]
+        self._applies = [each.apply for each in self._all if not each.takes_effect_at_once]
 
     def _make_writer(self) -> None:
         self._write = StateWriter(self.base_seed, self._blocks, self._cells).write
@@ -239,24 +236,59 @@ class SampleRandomness:
         return _Bound(self, (epoch, key, occurrence + _INSTEAD), restores)
 
     def kept(self) -> Callable[[], None]:
-        """Return a function that restores the generators and the binding as they are now, in this thread."""
+        """Return a function that restores the generators and the binding as they are now, in this thread.
+
+        It must be called before this one is again.
+        """
+        binding, made = _this_thread.binding, _this_thread.generators_made
+        outside = None
         if self._bind_globals:
             if bit_generator_of(self._numpy_state) is not self._bits:
                 self._attach()
-            for generator in self._by_state:
-                generator.adopt_initial_seed()
-        binding, made = _this_thread.binding, _this_thread.generators_made
-        memory, generators = StateSnapshot(self._written), self._all
-        before = [(load, keep()) for keep, load in self._keepers]
+            outside = self._outside  # not that of later: ``bind`` may find other generators
+            if outside is None:
+                self._outside = outside = _Outside(self._all)
+            if outside.keep():
+                for generator in self._by_state:
+                    generator.adopt_initial_seed()
 
         def restore() -> None:
-            if generators:  # which the snapshot does not keep alive, and ``bind`` may find others
-                memory.restore()
-            for load, copy in before:
-                load(copy)
+            if outside is not None:
+                outside.restore()
             _this_thread.binding, _this_thread.generators_made = binding, made
 
         return restore
+
+
+class _Outside:
+    """The states of generators outside of samples. Most programs draw nothing between two batches: they stay kept."""
+
+    def __init__(self, generators: Sequence[rng_memory.MemoryGenerator[Any]]) -> None:
+        self._generators = generators  # whose memory snapshots do not keep alive
+        self._memory = StateSnapshot(
+            [span for one in generators if one.is_writable for span in one.spans]
+        )
+        others = [one for one in generators if not one.takes_effect_at_once]
+        self._keepers = [one.keep for one in others]
+        self._setters = [one.set_rest for one in others]
+        self._others = rng_memory.snapshot(others)
+        self._rests: list[Any] | None = None
+
+    def keep(self) -> bool:
+        """Keep them as they are now; returns whether any that is set by a call was another when it was kept last."""
+        self._memory.take()
+        if self._rests is not None and self._others.holds():
+            return False
+        # In this order: after an interruption they are kept again.
+        self._rests = [keep() for keep in self._keepers]
+        self._others.take()
+        return True
+
+    def restore(self) -> None:
+        """Set them to those that were kept last."""
+        self._memory.restore()
+        for set_rest, rest in zip(self._setters, self._rests or (), strict=True):
+            set_rest(rest)
 
 
 class _Bound:

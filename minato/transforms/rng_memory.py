@@ -70,7 +70,7 @@ class MemoryGenerator(Generic[Rest]):
         """Whether the filled memory is the state, so that ``apply`` and ``set_rest`` do nothing."""
         return self.is_whole and self.is_writable
 
-    def apply(self) -> None:
+    def apply(self) -> object:
         """Make the filled memory the generator's state."""
 
     def rest(self) -> Rest | None:
@@ -155,11 +155,9 @@ class PythonInMemory(MemoryGenerator[float | None]):
         self.blocks = [(address + 4, WORDS, stream, 4)]
         self.cells = [(address, 0)]
         self.spans = [(address, 4 + 4 * WORDS)]
-        # Called twice for each batch of cheap samples: without a frame of Python.
+        # Called for each batch or sample: without a frame of Python.
         self.rest = functools.partial(getattr, generator, "gauss_next")  # type: ignore[method-assign]
-
-    def apply(self) -> None:
-        self._generator.gauss_next = None
+        self.apply = functools.partial(setattr, generator, "gauss_next", None)  # type: ignore[method-assign]
 
     def set_rest(self, rest: float | None) -> None:
         self._generator.gauss_next = rest
@@ -472,7 +470,8 @@ class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
     ) -> None:
         self._generator = generator
         self._memory = np.zeros(_TORCH_STATE_BYTES // 8, np.uint64)
-        self._state = torch.from_numpy(self._memory.view(np.uint8))
+        state = torch.from_numpy(self._memory.view(np.uint8))
+        self.apply = functools.partial(generator.set_state, state)  # type: ignore[method-assign]
         self._initial_seed: int | None = None
         self.adopt_initial_seed()
         self.blocks = [(self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, stream, 8)]
@@ -489,9 +488,6 @@ class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
             header = _TORCH_HEADER.pack(seed, WORDS, 1, 1)
             self._memory[:3] = np.frombuffer(header, np.uint64)
             self._initial_seed = seed
-
-    def apply(self) -> None:
-        self._generator.set_state(self._state)
 
     def rest(self) -> bytes | None:
         return None if self.is_whole else self._state_bytes()

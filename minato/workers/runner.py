@@ -637,41 +637,63 @@ class Runner:
     def _run_bound(
         self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
     ) -> Ran:
-        """Run samples bound to their randomness; the first ones singly, until it is known whether they draw."""
+        """Run samples bound to their randomness; in the main process the program finds its generators as before."""
+        randomness = self.randomness
+        assert randomness is not None
+        if not self._in_main_process:
+            return self._run_and_leave(position, epoch, indices, fetch, batch_size)
+        restore = randomness.kept()
+        try:
+            return self._run_and_leave(position, epoch, indices, fetch, batch_size)
+        finally:
+            restore()
+
+    def _run_and_leave(
+        self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
+    ) -> Ran:
+        """As ``_run_bound``, but the generators stay as the samples leave them."""
+        if self.cost_estimate.draws is not None:
+            bind = self._binder(position, len(indices), batch_size)
+            return self._run(position, epoch, indices, fetch, bind)
+        samples, error = self._run_watched(position, epoch, indices, fetch, batch_size)
+        k = len(samples)
+        if error is not None or k == len(indices) > 0:
+            return samples, error
+        bind = self._binder(position + k, len(indices) - k, batch_size)
+        rest, error = self._run(position, epoch, indices[k:], fetch, bind, k)
+        return samples + rest, error
+
+    def _run_watched(
+        self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
+    ) -> Ran:
+        """Run the first samples singly, until it is known whether they draw; none if all are to run again."""
         randomness, estimate = self.randomness, self.cost_estimate
         assert randomness is not None
         count, samples = len(indices), list[Any]()
         bind = self._binder(position, count, batch_size)
-        if estimate.draws is not None and not self._in_main_process:
-            return self._run(position, epoch, indices, fetch, bind)
 
         def watch(epoch: int, index: object) -> None:
             bind(epoch, index)
             randomness.mark(unbind=False)
 
-        with randomness.saved() if self._in_main_process else nullcontext():
-            while estimate.draws is None and (k := len(samples)) < count:
-                one, error = self._run(position, epoch, indices[k : k + 1], fetch, watch, k)
-                samples += one
-                estimate.watched += 1
-                if not estimate.has_looked:
-                    estimate.has_looked = True
-                    # The first sample of a worker may make generators, which were not bound while it ran.
-                    if randomness.look():
-                        estimate.draws = True
-                        self._stages.clear()
-                        bind, samples = self._binder(position, count, batch_size), []
-                        break
-                if randomness.drawn():
+        while estimate.draws is None and (k := len(samples)) < count:
+            one, error = self._run(position, epoch, indices[k : k + 1], fetch, watch, k)
+            samples += one
+            estimate.watched += 1
+            if not estimate.has_looked:
+                estimate.has_looked = True
+                # The first sample of a worker may make generators, which were not bound while it ran.
+                if randomness.look():
                     estimate.draws = True
-                elif estimate.watched == _PROBES:
-                    estimate.draws = not (randomness.watches and self.may_repeat)
-                if error is not None:
-                    return samples, error
-            if (k := len(samples)) == count > 0:
-                return samples, None
-            rest, error = self._run(position, epoch, indices[k:] if k else indices, fetch, bind, k)
-        return samples + rest if samples else rest, error
+                    self._stages.clear()
+                    return [], None
+            if randomness.drawn():
+                estimate.draws = True
+            elif estimate.watched == _PROBES:
+                estimate.draws = not (randomness.watches and self.may_repeat)
+            if error is not None:
+                return samples, error
+        return samples, None
 
     def _record(self, samples: list[object], indices: list[object], epoch: int) -> None:
         durations, total, slowest = self.durations, self._total, self._slowest

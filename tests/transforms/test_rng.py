@@ -572,23 +572,23 @@ def with_kept_normals() -> None:
     torch.set_rng_state(torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        random.random,
-        lambda: random.gauss(0, 1),
-        lambda: random.seed(3),
-        np.random.rand,
-        np.random.normal,
-        lambda: np.random.seed(3),
-        lambda: torch.rand(1),
-        lambda: torch.empty(1, dtype=torch.float64).log_normal_(),
-        lambda: torch.manual_seed(torch.initial_seed()),
-        python_rng,
-        numpy_rng,
-        torch_rng,
-    ],
-)
+CHANGES: list[Callable[[], Any]] = [
+    random.random,
+    lambda: random.gauss(0, 1),
+    lambda: random.seed(3),
+    np.random.rand,
+    np.random.normal,
+    lambda: np.random.seed(3),
+    lambda: torch.rand(1),
+    lambda: torch.empty(1, dtype=torch.float64).log_normal_(),
+    lambda: torch.manual_seed(torch.initial_seed()),
+    python_rng,
+    numpy_rng,
+    torch_rng,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_every_draw_is_seen_and_undone(twin: str, access: str, change: Callable[[], Any]) -> None:
     """Normals that are kept from an earlier call are drawn without a step of the generator."""
     with_kept_normals()
@@ -602,6 +602,20 @@ def test_every_draw_is_seen_and_undone(twin: str, access: str, change: Callable[
     found = draws()
     randomness.rewind()
     assert draws() == found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_saved_follows_the_program(access: str, change: Callable[[], Any]) -> None:
+    """What was kept for an earlier block is kept again only while the program changes nothing."""
+    with_kept_normals()
+    randomness = SampleRandomness(5)
+    for _ in range(3):
+        before = global_states()
+        for index in range(2):
+            with randomness.saved():
+                bound_draws(randomness, 0, index)
+            assert_state_is(before)
+        change()
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, 624])
