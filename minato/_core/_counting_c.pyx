@@ -206,9 +206,11 @@ cdef enum:
 
 
 cdef uint64_t hash_of(index, hash_other) except? 0:
-    cdef uint64_t number = PyLong_AsUnsignedLongLongMask(
-        index if PyLong_CheckExact(index) else hash_other(index)
-    )
+    cdef uint64_t number
+    if PyLong_CheckExact(index):
+        number = PyLong_AsUnsignedLongLongMask(index)
+    else:
+        number = PyLong_AsUnsignedLongLongMask(hash_other(index))
     return mn_avalanche(number + GOLDEN)
 
 
@@ -304,36 +306,35 @@ cdef class Arrivals:
     @cython.critical_section
     def ask(self, indices, int64_t batch=-1) -> None:
         """Number further indices; an empty batch takes a number too."""
-        cdef Py_ssize_t i, known = 0, count = len(indices)
-        cdef int64_t first
-        cdef uint64_t *hashes
+        cdef Py_ssize_t known = 0, count = len(indices)
+        cdef int64_t first, number, end = self.end_
+        cdef uint64_t hashed, total = 0
         if 0 <= batch < self.asked_batches:
             return
-        hashes = <uint64_t *>PyMem_Malloc((count + 1) * sizeof(uint64_t))
-        if hashes is NULL:
-            raise MemoryError
-        try:
-            # First: what ``hash_other`` raises leaves nothing half done.
-            if type(indices) is range and count and indices[count - 1] - indices[0] == count - 1:
-                first = indices[0]
-                for known in range(count):
-                    hashes[known] = mn_avalanche(<uint64_t>(first + known) + GOLDEN)
-                known, indices = count, ()
-            for index in indices:
-                if known == count:
-                    raise ValueError("a batch has more indices than its length says")
-                hashes[known] = hash_of(index, self.hash_other)
-                known += 1
-            while self.end_ - self.prefix_ + known > self.mask:
-                self._grow()
-            for i in range(known):
-                self._append(WAITING, hashes[i])
-                self.asked_.count += 1
-                self.asked_.total += hashes[i]
-            if known == 0:
-                self._append(BLANK, 0)
-        finally:
-            PyMem_Free(hashes)
+        while end - self.prefix_ + (count or 1) > self.mask + 1:
+            self._grow()
+        # Beyond the end, where nobody looks: what ``hash_other`` raises leaves nothing half done.
+        if type(indices) is range and count and indices[count - 1] - indices[0] == count - 1:
+            first, indices = indices[0], ()
+            for known in range(count):
+                hashed = mn_avalanche(<uint64_t>(first + known) + GOLDEN)
+                self.hashes[(end + known) & self.mask] = hashed
+                total += hashed
+            known = count
+        for index in indices:
+            if known == count:
+                raise ValueError("a batch has more indices than its length says")
+            hashed = hash_of(index, self.hash_other)
+            self.hashes[(end + known) & self.mask] = hashed
+            total += hashed
+            known += 1
+        for number in range(end, end + known):
+            self.states[number & self.mask] = WAITING
+        if known == 0:
+            self.states[end & self.mask] = BLANK
+        self.end_ = end + (known or 1)
+        self.asked_.count += known
+        self.asked_.total += total
         self.asked_batches = max(batch, self.asked_batches) + 1
 
     @cython.critical_section
@@ -395,14 +396,6 @@ cdef class Arrivals:
     cdef inline void _advance(self) noexcept:
         while self.prefix_ < self.end_ and self.states[self.prefix_ & self.mask] == SETTLED:
             self.prefix_ += 1
-
-    cdef inline int _append(self, uint8_t state, uint64_t hashed) except -1:
-        if self.end_ - self.prefix_ > self.mask:
-            self._grow()
-        self.states[self.end_ & self.mask] = state
-        self.hashes[self.end_ & self.mask] = hashed
-        self.end_ += 1
-        return 0
 
     cdef int _grow(self) except -1:
         cdef int64_t number, mask = 2 * self.mask + 1
