@@ -102,7 +102,7 @@ class SampleRandomness:
         self._snapshot = StateSnapshot([])
         self._by_state: list[rng_memory.TorchByState] = []
         self._outside: _Outside | None = None
-        self._before: Any = None
+        self._before: tuple[Any, int] | None = None
         if bind_globals:
             self._attach()
 
@@ -179,20 +179,25 @@ class SampleRandomness:
     def mark(self, unbind: bool = True) -> None:
         """Start to watch for draws. With ``unbind``, code that runs from now on belongs to no sample."""
         if unbind:
-            _this_thread.binding = None
+            # A generator created outside of samples is seeded from a global one, so the snapshot shows it.
+            _this_thread.binding = self._before = None
+        else:
+            self._before = _this_thread.binding, _this_thread.generators_made
         self._snapshot.take()
-        self._before = _this_thread.binding, _this_thread.generators_made
 
     def drawn(self) -> bool:
         """Return whether code drew from the bound generators, or created a generator, since ``mark``."""
-        # A generator created outside of samples is seeded from a global one, so the snapshot shows it.
         if self._own and self._owned.moved():
             return True
-        return not self._snapshot.holds() or self._before[1] != _this_thread.generators_made
+        before = self._before
+        if before is not None and before[1] != _this_thread.generators_made:
+            return True
+        return not self._snapshot.holds()
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
-        _this_thread.binding, _this_thread.generators_made = self._before
+        if self._before is not None:
+            _this_thread.binding, _this_thread.generators_made = self._before
         copies, left = iter(self._snapshot.copies()), iter(self._snapshot.rests)
         for generator in self._all:
             rest = None if generator.is_whole else next(left)
