@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ __all__ = [
     "torch_rng",
 ]
 
+
+_Generators = tuple[rng_memory.MemoryGenerator[Any], ...]
 
 _AGAIN = 0x616761696E
 """Separates the words of later occurrences from those of indices."""
@@ -97,7 +99,7 @@ class SampleRandomness:
         self._owned = owned or _NONE_OWNED
         self.watches = bind_globals
         """Whether ``drawn`` can detect draws."""
-        self._all: tuple[rng_memory.MemoryGenerator[Any], ...] = ()
+        self._all: _Generators = ()
         self._own: dict[str, rng_memory.MemoryGenerator[Any]] = {}
         self._snapshot = StateSnapshot([])
         self._by_state: list[rng_memory.TorchByState] = []
@@ -268,7 +270,7 @@ class SampleRandomness:
 class _Outside:
     """The states of generators outside of samples. Most programs draw nothing between two batches: they stay kept."""
 
-    def __init__(self, generators: Sequence[rng_memory.MemoryGenerator[Any]]) -> None:
+    def __init__(self, generators: _Generators) -> None:
         self._generators = generators  # whose memory snapshots do not keep alive
         self._memory = StateSnapshot(
             [span for one in generators if one.is_writable for span in one.spans]
