@@ -25,7 +25,7 @@ from minato._core import SharedWords
 from minato._core.segment import Memory, anonymous_file
 from minato._support.items import item_of, key_of
 from minato._support.pickling import pickled
-from minato.sampling.samplers import Source
+from minato.sampling.samplers import Source, most_ahead
 
 __all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots", "merged"]
 
@@ -36,8 +36,6 @@ _SLOT_BITS = 8
 _LOW = (1 << 20) - 1
 _HALF = (1 << 32) - 1
 """The lower bits of a number of 64 bits, which takes two words."""
-_MOST_AHEAD = 32
-"""Batches of a single reader that are drawn together, which costs less than one by one."""
 _WORDS = 7
 """Words on the board for each reader."""
 _REGION = 1 << 36
@@ -499,7 +497,7 @@ class EpochReaders:
         first = base + received * size
         if not self.keeps_states:  # the training loop reads, and knows when to stop
             batches = map(range, itertools.count(first, size), itertools.count(first + size, size))
-            return Source(batches, may_die=False, ahead=_MOST_AHEAD)
+            return Source(batches, may_die=False, ahead=most_ahead(size))
 
         def draw() -> Iterator[list[int]]:
             for start in itertools.count(first, size):

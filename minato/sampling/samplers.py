@@ -68,6 +68,7 @@ __all__ = [
     "in_epoch",
     "independent",
     "largest_batch",
+    "most_ahead",
     "nested",
     "next_sampler",
     "occurrence_counter",
@@ -583,7 +584,12 @@ def drawn_ahead(index_sampler: object, batched: bool) -> int:
         known = known and sampler.num_samples == length_of(sampler.data_source)
     else:
         known = is_exactly(sampler, (SequentialSampler, SeededSampler))
-    return max(min(_MOST_AHEAD, _INDICES_AHEAD // size), 1) if known else 1
+    return most_ahead(size) if known else 1
+
+
+def most_ahead(size: int) -> int:
+    """Return how many batches of a size are drawn together at most."""
+    return max(min(_MOST_AHEAD, _INDICES_AHEAD // size), 1)
 
 
 def largest_batch(index_sampler: object, batched: bool) -> int:

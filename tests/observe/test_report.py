@@ -74,7 +74,7 @@ def undisturbed(make: Callable[[], Any], true: Callable[[Report], bool]) -> Repo
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    dataset = Sleepy(64, 0.001, {9: 0.5})
+    dataset = Sleepy(64, 0.004, {9: 0.5})  # so long that the stages of each sample are timed
     transforms = [pause, stall_at_5]
     return run(DataLoader(dataset, 4, num_workers=2, transforms=transforms), 2)
 
