@@ -6,10 +6,10 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -484,7 +484,7 @@ class EpochPosition:
         self._dataset_epoch = of_dataset
         return readers
 
-    def _next(self, samplers: list[Any], persists: bool) -> tuple[int, int]:
+    def _next(self, samplers: Sequence[object], persists: bool) -> tuple[int, int]:
         """Number and ``drawn_epoch`` of the next epoch, which starts at its beginning."""
         chosen, last = self._choice(samplers), self.last
         if chosen is not None:
@@ -494,7 +494,7 @@ class EpochPosition:
         number = self._number if self._loaded is None else self.epoch
         return number + 1, last.drawn_epoch + 1 if persists and last is not None else 0
 
-    def _choice(self, samplers: list[Any]) -> int | None:
+    def _choice(self, samplers: Sequence[object]) -> int | None:
         """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""
         of_sampler = epoch_of(samplers)
         return self._chosen if of_sampler in (None, self._sampler_epoch) else of_sampler
@@ -655,11 +655,11 @@ def _dataset_epoch(dataset: object) -> int | None:
     return value if epoch is not None and isinstance(value := plain_value(epoch), int) else None
 
 
-def _set_seeded(samplers: list[Any], epoch: int) -> bool:
+def _set_seeded(samplers: Sequence[object], epoch: int) -> bool:
     """Set the epoch of the samplers whose order is a function of it; False if there is none."""
     found = False
     for one in samplers:
         if issubclass(type(one), SEEDED):
-            one.set_epoch(epoch)
+            cast(Any, one).set_epoch(epoch)
             found = True
     return found

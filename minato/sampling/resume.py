@@ -9,7 +9,7 @@ import inspect
 import itertools
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -248,7 +248,7 @@ class SamplerState:
             sampler.load_state_dict(copy.deepcopy(state))
 
 
-def _generators_of(samplers: Iterable[Any], given: object) -> list[Any]:
+def _generators_of(samplers: Iterable[object], given: object) -> list[Any]:
     """The generator that a loader was given, and what its samplers have in its place."""
     found = [] if given is None else [given]
     for sampler in samplers:
@@ -260,7 +260,7 @@ def _generators_of(samplers: Iterable[Any], given: object) -> list[Any]:
     return found
 
 
-def _same(these: list[Any], others: list[Any]) -> bool:
+def _same(these: Sequence[object], others: Sequence[object]) -> bool:
     return len(these) == len(others) and all(map(is_, these, others))
 
 

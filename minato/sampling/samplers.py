@@ -208,14 +208,15 @@ _DEEPEST = 8
 """Most nested samplers; an object with more returns something for every attribute."""
 
 
-def nested(sampler: Any) -> list[Any]:
+def nested(sampler: object) -> list[Any]:
     """Return a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
     found: list[object] = []
     while sampler is not None and len(found) < _DEEPEST:
         found.append(sampler)
         kind = type(sampler)
         if kind is BatchSampler:  # torch's own, of which each epoch asks
-            sampler = sampler.sampler
+            batches: Any = sampler
+            sampler = batches.sampler
         elif kind is SequentialSampler or kind is RandomSampler or kind is EndlessSampler:
             break
         else:
