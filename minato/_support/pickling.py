@@ -198,6 +198,22 @@ def _rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+_REBUILD_SPARSE = torch.zeros(1, device="cpu").to_sparse().__reduce_ex__(5)[0]
+"""torch's function keeps each tensor that it makes until the next ``torch.load()``."""
+
+
+def _sparse_rebuilder() -> Callable[..., torch.Tensor]:
+    return _rebuild_sparse_tensor
+
+
+def _rebuild_sparse_tensor(layout: torch.layout, data: tuple[object, ...]) -> torch.Tensor:
+    is_coo = layout is torch.sparse_coo
+    build: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
+    options = {"is_coalesced": data[-1]} if is_coo else {"layout": layout}
+    made: torch.Tensor = build(*data[: 3 if is_coo else 4], **options, check_invariants=False)
+    return made
+
+
 class _Pieces(list[Any]):
     """The parts of a pickle: a pickler writes large ``bytes`` on their own, as the object itself."""
 
@@ -211,6 +227,8 @@ class ViewPickler(pickle.Pickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
+        if value is _REBUILD_SPARSE:
+            return _sparse_rebuilder, ()
         plain = type(value) is torch.Tensor and value.layout is torch.strided
         if not plain or value.is_quantized or value.requires_grad or value.__dict__:
             return NotImplemented
@@ -261,6 +279,8 @@ class SidePickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         """Pickle a tensor as its storage and its view of it; leave everything else to its own methods."""
+        if value is _REBUILD_SPARSE:
+            return _sparse_rebuilder, ()
         reduce = self._reducers.get(type(value))
         if reduce is not None and reduce.__module__ != _TORCH_REDUCTIONS:
             return reduce(value)

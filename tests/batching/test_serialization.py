@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import torch
 
 from minato._core.codes import KIND_MASK
 from minato._core.segment import Segment
+from minato._support.pickling import pickled
 from minato.batching.serialization import DamagedError, LocalStore, SharedStore
 
 
@@ -149,6 +153,38 @@ def test_a_small_view_does_not_drag_its_storage_along(memory: Memory) -> None:
     before = memory.cursor
     assert memory.sent(torch.zeros(10_000)[5:7]).tolist() == [0, 0]
     assert memory.cursor - before < 2000
+
+
+def tagged() -> torch.Tensor:
+    tensor = torch.eye(3).to_sparse()
+    tensor.tag = "tag"  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc),
+        *(lambda tensor: tensor.to_sparse_bsr((1, 3)), lambda tensor: tensor.to_sparse_bsc((3, 1))),
+        lambda tensor: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
+        *(lambda tensor: torch.nn.Parameter(tensor.to_sparse()), lambda tensor: tagged()),
+    ],
+)
+def test_nothing_keeps_a_sparse_tensor_that_has_arrived(
+    memory: Memory, make: Callable[[torch.Tensor], torch.Tensor], cached: bool
+) -> None:
+    value = make(torch.eye(3))
+    arrived = pickle.loads(pickled(value)) if cached else memory.sent(value)
+    assert type(arrived) is type(value)
+    assert (arrived.layout, vars(arrived)) == (value.layout, vars(value))
+    assert torch.equal(arrived.to_dense(), value.to_dense())
+    if value.layout is torch.sparse_coo:
+        assert arrived.is_coalesced() == value.is_coalesced()
+    reference = weakref.ref(arrived)
+    del arrived
+    assert reference() is None
 
 
 def test_what_cannot_be_pickled_is_refused_and_takes_no_memory(memory: Memory) -> None:
