@@ -415,15 +415,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         ):
             self._iterator = None
         try:
-            iterator = super().__iter__()
+            return super().__iter__()
         except Exception as error:
             explain_dataset(self.dataset, shortened(error))
             raise
-        if is_made(self):
-            opened = self._minato_open_iterators
-            opened[:] = [each for each in opened if each() is not None]
-            opened.append(weakref.ref(iterator))
-        return iterator
 
     @made_only
     def close(self) -> None:
@@ -885,6 +880,14 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
             return super()._get_iterator()
+        # Not in __iter__, which returns what a subclass has made of it.
+        iterator = self._minato_new_iterator()
+        opened = self._minato_open_iterators
+        opened[:] = [each for each in opened if each() is not None]
+        opened.append(weakref.ref(iterator))
+        return iterator
+
+    def _minato_new_iterator(self) -> TorchIterator:
         spec = self._minato_spec()
         is_known = self._minato_history.views_of == (spec, this_process.pid)
         if self.num_workers > 0 or not is_known:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import multiprocessing
 import os
 import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,21 @@ def test_the_end_of_a_block_ends_the_workers(persistent: bool) -> None:
     assert loader.report().run.throughput.batches == 1
     assert batch.tolist() == [0, 1]
     assert flat(indices(loader)) == list(range(40))
+
+
+@pytest.mark.parametrize("wrap", [iter, functools.partial(map, abs), itertools.chain])
+def test_close_ends_the_workers_of_a_wrapped_iterator(wrap: Callable[[Any], Any]) -> None:
+    class Wrapped(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return wrap(super()._get_iterator())
+
+    loader = Wrapped(Numbers(40), 2, num_workers=2)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    loader.close()
+    assert multiprocessing.active_children() == []
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(iterator)
 
 
 def test_a_finished_iterator_stays_finished() -> None:

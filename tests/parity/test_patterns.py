@@ -240,6 +240,12 @@ def wrapped_iterator(base: Any, workers: int) -> Any:
         loader = Loader(Numbers(7), 3, num_workers=workers, persistent_workers=persistent)
         found += [plain(loader), plain(loader), len(iter(loader))]
         del loader
+
+    class Mapped(base):  # type: ignore[misc]
+        def _get_iterator(self) -> Any:
+            return map(operator.neg, super()._get_iterator())
+
+    found.append(plain(Mapped(Numbers(7), 3, num_workers=workers)))
     return found, living()
 
 
