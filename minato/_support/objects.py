@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from minato._core import types_in
-from minato._support.values import plain
+from minato._support.values import message_of, plain
 
 __all__ = [
     "MEMBERS",
@@ -667,15 +667,19 @@ def held_by(thing: object) -> Iterator[tuple[str, Any]]:
 def failing_part(
     thing: object, error: Exception, failure: Callable[[object], Exception | None]
 ) -> tuple[str, Any, Exception]:
-    """The innermost part of an object for which something fails that fails for the object.
+    """The innermost part of an object for which something fails as it fails for the object.
+
+    A part that fails in another way is none that matters: the object may do without it, or refuses by itself.
 
     Returns:
         Its path in the object, the part, and its exception.
     """
-    path, seen = "", {id(thing)}
+    path, seen, message = "", {id(thing)}, message_of(error)
     while True:
         for step, part in held_by(thing):
-            if id(part) not in seen and (inner := failure(part)) is not None:
+            if id(part) in seen or (inner := failure(part)) is None:
+                continue
+            if message_of(inner) == message:
                 path, thing, error = path + step, part, inner
                 seen.add(id(part))
                 break

@@ -566,6 +566,36 @@ def test_the_part_is_named(path: str) -> None:
         pickling.check_picklable("dataset", holder)
 
 
+class Saying:
+    """Holds what cannot be pickled, and says what to do."""
+
+    def __init__(self) -> None:
+        self.part = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not with this lock")
+
+
+class WithoutLock(Holder):
+    def __init__(self, held: Any) -> None:
+        self.lock = threading.Lock()
+        super().__init__(held)
+
+    def __getstate__(self) -> Any:
+        return {"held": self.held}
+
+
+@pytest.mark.parametrize("make", [Holder, WithoutLock])
+@pytest.mark.parametrize("part", [Saying, lambda: multiprocessing.get_context("fork").Lock()])
+def test_what_refuses_is_named_and_not_what_it_holds(make: Any, part: Any) -> None:
+    held = part()
+    message = (
+        rf"^dataset\.held cannot.*(not with this lock|same context).* a {type(held).__name__}:"
+    )
+    with pytest.raises(minato.NotPicklableError, match=message):
+        pickling.check_picklable("dataset", make(held))
+
+
 def test_a_socket_of_the_dataset_travels() -> None:
     one, other = socket.socketpair()
     with one, other:
