@@ -6,10 +6,14 @@ Most rows are tested with the rest of their subject; these compare with torch's 
 from __future__ import annotations
 
 import multiprocessing
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import minato
 from tests.datasets import Journal, Numbers, wait_until, worker_number
@@ -94,3 +98,43 @@ def test_iterators_and_processes_go_by_other_names() -> None:
         assert hasattr(iterator, "_index_queues") == has_queues
         assert len(iterator._workers) == 1
         assert next(iterator).startswith(name)
+
+
+class Chosen(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+
+
+def test_set_epoch_of_a_stream_reaches_workers_that_persist() -> None:
+    def epochs(make: Any) -> list[int]:
+        dataset, found = Chosen(), []
+        loader = make(dataset, None, num_workers=1, persistent_workers=True)
+        for epoch in (3, 4):
+            dataset.set_epoch(epoch)
+            found += [*loader]
+        return found
+
+    assert epochs(TorchLoader) == [3, 3]
+    assert epochs(minato.DataLoader) == [3, 4]
+
+
+@pytest.mark.filterwarnings("always:The given NumPy array is not writable")
+@pytest.mark.parametrize("compat", [None, "torch"])
+def test_read_only_arrays_are_collated_without_a_warning(compat: Any) -> None:
+    rows = np.broadcast_to(np.arange(2), (3, 2))
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="not writable"):
+            [expected] = TorchLoader(rows, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            [batch] = minato.DataLoader(rows, 3, compat=compat)
+    finally:
+        torch.set_warn_always(False)
+    assert batch.tolist() == expected.tolist()
