@@ -463,7 +463,7 @@ def _can_be_key(key: object) -> bool:
 
 _COMES_BACK = (
     *(type, FunctionType, BuiltinFunctionType, Enum),
-    *(torch.UntypedStorage, torch.storage.TypedStorage),
+    *(torch.UntypedStorage, torch.storage.TypedStorage, torch.layout),
 )
 """Objects that come back the same, or with equal content."""
 

@@ -159,8 +159,18 @@ def test_objects_that_compare_by_value() -> None:
 
 
 def test_objects_that_are_one_in_all_processes() -> None:
-    items = [torch.float32, torch.channels_last, ..., NotImplemented]
+    items = [torch.float32, torch.channels_last, torch.sparse_coo, ..., NotImplemented]
     assert all(map(is_, SharedList(items), items))
+
+
+def test_sparse_tensors_come_back_and_nothing_keeps_them() -> None:
+    items = [{"at": torch.eye(3).to_sparse() * n} for n in range(3)]
+    shared = SharedList(items)
+    read = [shared[n]["at"] for n in range(3)]
+    assert all(torch.equal(one.to_dense(), torch.eye(3) * n) for n, one in enumerate(read))
+    references = [weakref.ref(one) for one in read]
+    del read
+    assert [each() for each in references] == [None] * 3
 
 
 READS = """
