@@ -46,7 +46,8 @@ CAUSES = {
     "ints-*-w0-*": "its batches are faster; each epoch is recorded, about 100 µs",
     "padded-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, about 100 µs",
     "stream-collated-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, about 150 µs",
-    "texts-*-any": "where several workers share a batch, each text is stored by itself",
+    "texts-*-w[1-9]-*": "its batches are faster; workers that do not persist take 1 ms more each to start and end",
+    "list-*-w[1-9]-*": "its batches are faster; workers that do not persist take 1 ms more each to start and end",
 }
 """Why torch is faster, by patterns of the names of jobs; the first that fits counts."""
 HEAD = f"""\
