@@ -1091,7 +1091,8 @@ class _Twin:
     """A loader with other values of some attributes; the loader itself keeps its own."""
 
     def __init__(self, loader: DataLoader[object], **values: object) -> None:
-        vars(self).update(values, _loader=loader)
+        self._loader = loader
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
