@@ -47,7 +47,6 @@ CAUSES = {
     "padded-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, 100 µs, and 400 with cold caches",
     "stream-collated-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, about 150 µs",
     "texts-*-w[1-9]-*": "its batches are faster; workers that do not persist take 1 ms more each to start and end",
-    "list-*-w[1-9]-*": "its batches are faster; workers that do not persist take 1 ms more each to start and end",
 }
 """Why torch is faster, by patterns of the names of jobs; the first that fits counts."""
 HEAD = f"""\
