@@ -743,31 +743,21 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                 arguments.setdefault(name, getattr(self, name))
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = (
-            "name",
-            "_minato_options",
-            "_minato_transforms",
-            "_minato_replay",
-            "_minato_cost_batches",
-            "_minato_given",
-        )
+        parts = ("options", "transforms", "replay", "cost_batches", "given")
+        kept = ("name", *(f"_minato_{part}" for part in parts))
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
         vars(loader).update(self._minato_given)
         loader._minato_engines = self._minato_engines.fresh()
-        loader._minato_history = (
-            self._minato_history
-        )  # so this loader's report covers what the wrapper iterates
+        # So this loader's report covers what the wrapper iterates.
+        loader._minato_history = self._minato_history
         keeps_order = index_sampler(loader) is index_sampler(self)
-        if self._minato_position.resumes is not None and not keeps_order:
+        position = self._minato_position
+        if position.resumes is not None and not keeps_order:
             raise ValueError(
                 "the loaded state belongs to this loader's sampler, and the trainer builds a loader with another one: "
                 "load the state into the loader that it returns"
             )
-        loader._minato_position = (
-            copy.copy(self._minato_position)
-            if keeps_order
-            else self._minato_position.without_state()
-        )
+        loader._minato_position = copy.copy(position) if keeps_order else position.without_state()
         return loader
 
     def _minato_spec(self) -> LoaderSpec:
@@ -777,11 +767,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         of_stream = (self._minato_items_of_a_batch(), self._minato_num_readers()) if streams else ()
         parts = *_SPEC_PARTS(self), *own, *of_stream
         kept, spec = self._minato_engines.spec
-        is_kept = (
-            spec is not None
-            and self._minato_session is None
-            and spec.sampling.dealt == self._minato_dealt
-        )
+        alone = self._minato_session is None
+        is_kept = alone and spec is not None and spec.sampling.dealt == self._minato_dealt
         if spec is None or not is_kept or not all(map(operator.is_, parts, kept)):
             self._minato_engines.spec = parts, spec = parts, self._minato_new_spec()
         return spec

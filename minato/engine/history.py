@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +53,6 @@ _LONGEST_FILE_BYTES = 64 << 20
 """Larger files are corrupt and not read."""
 
 
-def _no_engine() -> None:
-    """A dead reference to an engine."""
-
-
 @dataclass
 class History:
     """Measurements that a loader keeps from one iterator to the next.
@@ -68,6 +65,7 @@ class History:
         epoch_log: What reports read; None: nothing is measured.
         views_of: The loader and the process for which the views are open; None: they are not.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
+        engines: Those that are there: iterators of a loader may run at a time.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)
@@ -81,7 +79,7 @@ class History:
     served_metrics: ServedMetrics | None = None
     views_of: object = None
     may_travel: bool | None = None
-    engine: Callable[[], Engine | InlineEngine | None] = _no_engine
+    engines: weakref.WeakSet[Engine | InlineEngine] = field(default_factory=weakref.WeakSet)
     warned_of_generators: bool = False
 
     def learn(self, handover: Handover) -> None:

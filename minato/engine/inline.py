@@ -200,7 +200,6 @@ class InlineEngine(BatchSource):
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         epoch.progress.come_in_order()
-        self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.number, epoch.size())
@@ -209,6 +208,7 @@ class InlineEngine(BatchSource):
         self._is_entered = False  # the runner's randomness has this epoch's seed
         self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
+        self._history.engines.add(self)
         self._is_over = False
         self._states = states = epoch.dataset_states
         self._counted = states if self.plan.worker.round_robin else None

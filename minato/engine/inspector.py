@@ -312,10 +312,9 @@ class SlowSamples(NamedTuple):
     @classmethod
     def of(cls, history: History, lateness: Lateness) -> SlowSamples:
         """Make it from a loader's history and the lateness of its newest epoch."""
-        decision, engine = history.decision, history.engine()
-        running: list[RunningSample] = []
-        if decision.threshold_ns and engine is not None:
-            running = [
+        decision, running = history.decision, list[RunningSample]()
+        for engine in history.engines if decision.threshold_ns else ():
+            running += [
                 RunningSample(sample.index, worker, taken_ns / 1e9, sample.transform)
                 for worker, sample, taken_ns in engine.running(decision.threshold_ns)
             ]

@@ -128,12 +128,16 @@ class Held(Numbers):
         return holds(index)
 
 
+@pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize(
     ("dataset", "transforms", "name"), [(Held, None, None), (Numbers, [abs, holds], "holds")]
 )
-def test_a_slow_sample_is_named_while_it_runs(dataset: Any, transforms: Any, name: Any) -> None:
+def test_a_slow_sample_is_named_while_it_runs(
+    dataset: Any, transforms: Any, name: Any, looks: bool
+) -> None:
+    """Also after a look at a batch by an iterator that is gone."""
     SEEN[0] = 0
-    options = {"num_workers": 2, "transforms": transforms, "order": "arrival"}
+    options = {"num_workers": 2, "transforms": transforms, "order": "arrival", "prefetch_factor": 1}
     loader = DataLoader(dataset(80), 4, stragglers=StragglerPolicy(after_s=0.02), **options)
     assert loader.slow_samples().running == ()
     seen: list[Any] = []
@@ -143,6 +147,10 @@ def test_a_slow_sample_is_named_while_it_runs(dataset: Any, transforms: Any, nam
         return any(sample.index == HELD for sample in seen)
 
     for number, _ in enumerate(loader, 1):
+        if number == 1 and looks:
+            SEEN[0] = 1
+            next(iter(loader))
+            SEEN[0] = 0
         if number == 19:  # all others have come
             wait_until(sees_it)
             SEEN[0] = 1
