@@ -269,7 +269,7 @@ class Engine(BatchSource):
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch and, with the first one, the workers."""
         self._pending_error = None  # of an epoch that was abandoned
-        self._history.engines.add(self)
+        self._history.begin(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.number, epoch.size())

@@ -65,7 +65,7 @@ class History:
         epoch_log: What reports read; None: nothing is measured.
         views_of: The loader and the process for which the views are open; None: they are not.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
-        engines: Those that are there: iterators of a loader may run at a time.
+        engines: Those that have begun; some may be gone. Iterators of a loader may run at a time.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)
@@ -79,8 +79,13 @@ class History:
     served_metrics: ServedMetrics | None = None
     views_of: object = None
     may_travel: bool | None = None
-    engines: weakref.WeakSet[Engine | InlineEngine] = field(default_factory=weakref.WeakSet)
+    engines: list[weakref.ref[Engine | InlineEngine]] = field(default_factory=list)
     warned_of_generators: bool = False
+
+    def begin(self, engine: Engine | InlineEngine) -> None:
+        """Know an engine that begins an epoch."""
+        others = [one for one in self.engines if one() not in (None, engine)]
+        self.engines[:] = [*others, weakref.ref(engine)]
 
     def learn(self, handover: Handover) -> None:
         """Keep what an engine's workers have found out."""

@@ -208,7 +208,7 @@ class InlineEngine(BatchSource):
         self._is_entered = False  # the runner's randomness has this epoch's seed
         self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
-        self._history.engines.add(self)
+        self._history.begin(self)
         self._is_over = False
         self._states = states = epoch.dataset_states
         self._counted = states if self.plan.worker.round_robin else None

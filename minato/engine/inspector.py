@@ -313,11 +313,12 @@ class SlowSamples(NamedTuple):
     def of(cls, history: History, lateness: Lateness) -> SlowSamples:
         """Make it from a loader's history and the lateness of its newest epoch."""
         decision, running = history.decision, list[RunningSample]()
-        for engine in history.engines if decision.threshold_ns else ():
-            running += [
-                RunningSample(sample.index, worker, taken_ns / 1e9, sample.transform)
-                for worker, sample, taken_ns in engine.running(decision.threshold_ns)
-            ]
+        for reference in list(history.engines) if decision.threshold_ns else ():
+            if (engine := reference()) is not None:
+                running += [
+                    RunningSample(sample.index, worker, taken_ns / 1e9, sample.transform)
+                    for worker, sample, taken_ns in engine.running(decision.threshold_ns)
+                ]
         return cls(
             decision.threshold_ns / 1e9,
             decision.phase,
