@@ -430,7 +430,7 @@ def samples_of(loader: DataLoader[Any], epochs: int = 1) -> list[list[Any]]:
 
 
 def num_deferred(loader: Any) -> int:
-    return sum(meters.deferred.count for meters in loader._minato_history.engine().meters)
+    return sum(meters.deferred.count for meters in loader._minato_history.engines[-1]().meters)
 
 
 @pytest.mark.usefixtures("everything_is_slow")
