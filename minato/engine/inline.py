@@ -211,9 +211,6 @@ class InlineEngine(BatchSource):
         self._history.begin(self)
         self._is_over = False
         self._states = states = epoch.dataset_states
-        self._counted = states if self.plan.worker.round_robin else None
-        if self._counted is not None:
-            self._counted.begin()
         if not self._is_started:
             if states is not self.plan.worker.dataset_states:
                 worker = self.plan.worker._replace(dataset_states=states)
@@ -242,8 +239,6 @@ class InlineEngine(BatchSource):
             self._make_runner(fetcher)
             self._kind = kind
         self._takes_rows = fetcher.has_rows and not self._builder.collates
-        if self._takes_rows:
-            self._runner.cost_estimate.draws = False
         if self._failures is not None:
             policy, transforms = self.plan.policy, plan.pipeline.transforms
             assert policy is not None
@@ -375,8 +370,6 @@ class InlineEngine(BatchSource):
             if self._has_ended:
                 self._progress.drop_rest(self._position)
             self._progress.finish()
-        if self._states is not None:
-            self._states.present = None  # the next epoch begins with the dataset as it is then
         if self._epoch.readers is not None:
             self._epoch.readers.state_of = lambda reader, ordinal: None
             self.afterwards[0] = _nothing_to_end
@@ -690,10 +683,13 @@ class InlineEngine(BatchSource):
         """Prepare what to record of a batch before it is given; each part once."""
         progress, count, tracer = self._progress, len(batch.given), self._tracer
         if progress is not None:
-            positions = range(batch.first, batch.first + batch.size - batch.missing)
-            batch.records = (progress.returns(positions, 0, batch.num_slow),)
-            if batch.skipped or batch.missing or self._counted is not None:
-                batch.records = self._more_records(batch, progress)
+            end = batch.first + batch.size
+            positions = range(batch.first, end - batch.missing)
+            batch.records = records = [progress.returns(positions, 0, batch.num_slow)]
+            if batch.skipped:
+                records.insert(0, functools.partial(progress.skipped, list(batch.skipped), 0))
+            if batch.missing:
+                records.append(functools.partial(progress.drop, range(positions.stop, end), 0))
             progress.last = batch
         if tracer.enabled:
             args = {"epoch": self._number, "samples": count}
@@ -710,17 +706,6 @@ class InlineEngine(BatchSource):
         if self.arena.num_slots:
             self.arena.trim(1)
         batch.is_prepared = True
-
-    def _more_records(self, batch: _Batch, progress: Progress) -> list[Callable[[], object]]:
-        records = [*batch.records]
-        if batch.skipped:
-            records.insert(0, functools.partial(progress.skipped, list(batch.skipped), 0))
-        if batch.missing:
-            end = batch.first + batch.size
-            records.append(functools.partial(progress.drop, range(end - batch.missing, end), 0))
-        if self._counted is not None:
-            records.append(self._counted.counts(0))
-        return records
 
     def _snapshot(self) -> LoaderSnapshot:
         return LoaderSnapshot(1, 0, 0, 1, self._builder.nbytes, self.plan.budget_bytes)

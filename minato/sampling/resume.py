@@ -293,11 +293,9 @@ class DatasetState:
 
     Attributes:
         dataset: Result of the dataset's ``state_dict()``, None if it has none.
-        batches: Batches of the epoch that were returned after this state was taken, or since the epoch began.
     """
 
     dataset: Any = None
-    batches: int = 0
 
 
 Reported: TypeAlias = DatasetState | ExceptionWrapper
@@ -339,14 +337,9 @@ class DatasetStates:
             self._errors.clear()
         self._resumes = False
 
-    def counts(self, number: int) -> Callable[[], None]:
-        """Return a function that counts a returned batch of worker ``number``. A second call changes nothing."""
-        state = self.each[number]
-        return functools.partial(self._count, number, state, state.batches + 1)
-
-    def _count(self, number: int, state: DatasetState, batches: int) -> None:
+    def returned(self, number: int) -> None:
+        """Note that a batch of worker ``number`` was returned."""
         self.next_worker = (number + 1) % len(self.each)
-        state.batches = batches
 
     def update(self, number: int, state: Reported) -> None:
         """Store the state that came with a batch of worker ``number``, or the error of its ``state_dict()``."""
@@ -708,9 +701,7 @@ def _has(
 
 
 def _are_dataset_states(value: object) -> bool:
-    return value is None or _are_each(
-        value, lambda each: _has(each, vars(DatasetState()), batches=_is_count)
-    )
+    return value is None or _are_each(value, lambda each: _has(each, vars(DatasetState())))
 
 
 def _are_readers(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -189,4 +190,5 @@ class RoundRobin(Assignment):
         self._next = owner % self.num_workers
 
     def returns(self, owner: int) -> Callable[[], None] | None:
-        return None if self.dataset_states is None else self.dataset_states.counts(owner - 1)
+        states = self.dataset_states
+        return None if states is None else functools.partial(states.returned, owner - 1)
