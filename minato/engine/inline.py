@@ -166,6 +166,7 @@ class InlineEngine(BatchSource):
         self.slow_threshold = plan.slow_threshold(history.costs)
         history.decision = self.slow_threshold.decision
         self._slow_ns = history.decision.threshold_ns
+        self._has_threshold = self._slow_ns > 0
         self._metrics = EngineMetrics(
             activity=self._activity.activity,
             meters=[self._meters],
@@ -408,9 +409,18 @@ class InlineEngine(BatchSource):
         activity.samples += size
         activity.busy_ns += busy_ns
         runner.observe(busy_ns / size)
+        if self._has_threshold:
+            self._update_threshold()
         if self._tracer.enabled:
             self._tracer.slice("load", began_ns)
             self._sample_tracer.flush()
+
+    def _update_threshold(self) -> None:
+        threshold, total = self.slow_threshold, self._meters.total
+        if threshold.due(total.count):
+            self._history.decision = decision = threshold.observe(total)
+            self._history.costs = threshold.recent
+            self._slow_ns = decision.threshold_ns
 
     def _run(self, batch: _Batch) -> None:
         runner, fetcher, single = self._runner, self._fetcher, self._single

@@ -72,6 +72,14 @@ def test_in_strict_order_nothing_is_late() -> None:
     assert known.shares == tuple(sum(i in slow for i in batch) / 4 for batch in batches)
 
 
+def test_without_workers_the_share_is_that_of_the_latest_samples() -> None:
+    loader = DataLoader(
+        Sleepy(64, 0.0, {3: 0.3, 35: 0.3}), 32, stragglers=StragglerPolicy(after_s=0.2)
+    )
+    for _ in loader:
+        assert loader.slow_samples().share >= 1 / 64
+
+
 class Noted(Sleepy):
     """Notes which samples were asked for, in worker threads."""
 
