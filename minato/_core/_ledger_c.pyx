@@ -27,12 +27,14 @@ from minato._core.layout cimport (
     MN_DONE,
     MN_DRAINING,
     MN_EPOCH_SLOTS,
+    MN_FILLED,
     MN_KIND_MASK,
     MN_LAYOUT_VERSION,
     MN_MAGIC,
     MN_MAX_WORKERS,
     MN_NUMBER,
     MN_SKIP_BLOB,
+    MN_STATE,
     MN_STOPPING,
     mn_batch,
     mn_header,
@@ -442,11 +444,22 @@ cdef class WorkerLedger(Ledger):
         answer = mn_skip(&self.ledger, self.me, position, &batch)
         return batch, answer
 
+    def lacks_only(self, uint32_t batch, uint32_t k, uint32_t count):
+        """Whether all places of a batch but those of samples k … k+count-1 are filled."""
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef uint64_t place, first = mn_load_relaxed_u64(&record.first)
+        for place in range(mn_load_relaxed_u32(&record.count)):
+            if k <= place < k + count:
+                continue
+            if mn_load_acquire_u64(&mn_at(&self.ledger, first + place).place) & MN_STATE != MN_FILLED:
+                return False
+        return True
+
     def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
         """Say where the result of a whole batch lies, after everything else that is said of the batch.
 
-        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
-        the worker dies, ``release`` fills those that it has not.
+        All samples whose places are not filled must be this worker's. From this store on the batch is complete: these
+        places need no data, and if the worker dies, ``release`` fills them.
         """
         self.batch_at(batch)
         mn_set_result(&self.ledger, batch, result, nbytes)

@@ -633,11 +633,20 @@ class WorkerLedger(Ledger):
         self.notify_idle()  # it may have been what the consumer waits for
         return batch, NOT_COMPLETE
 
+    def lacks_only(self, batch: int, k: int, count: int) -> bool:
+        """Whether all places of a batch but those of samples k … k+count-1 are filled."""
+        with self._lock:
+            places = enumerate(self._range(batch))
+            return all(
+                k <= number < k + count or self._place(place) & STATE == FILLED
+                for number, place in places
+            )
+
     def set_result(self, batch: int, result: int, nbytes: int) -> None:
         """Say where the result of a whole batch lies, after everything else that is said of the batch.
 
-        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
-        the worker dies, ``release`` fills those that it has not.
+        All samples whose places are not filled must be this worker's. From this store on the batch is complete: these
+        places need no data, and if the worker dies, ``release`` fills them.
         """
         with self._lock:
             self._batches[batch]["result_nbytes"] = nbytes

@@ -290,6 +290,25 @@ class BatchWriter:
 
     # ---- writing; the caller then fills the places
 
+    def _completes(self, batch: int, k: int, count: int) -> bool:
+        """Whether a batch lacks samples k … k+count-1 alone, and is to be collated then."""
+        ledger = self._ledger
+        return (
+            ledger.describe(batch).bound
+            and ledger.lacks_only(batch, k, count)
+            and not {ERROR_BLOB, END_BLOB} & {kind for kind, _, _ in ledger.blobs(batch)}
+        )
+
+    def _collate_rest(self, batch: int, k: int, samples: list[object]) -> None:
+        """Collate a batch of what other runs have left of it, and of samples k, k+1, …, which need no copy."""
+        start_ns = self._tracer.now()
+        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
+        gather = functools.partial(self._gather, batch, k, samples)
+        self._ledger.set_result(batch, *self._collated(batch, gather))
+        for offset in offsets:
+            self._store.drop(offset)
+        self._tracer.slice("collate", start_ns)
+
     def _collate(self, batch: int, samples: object, skipped: Sequence[int] = ()) -> None:
         """Collate a batch of which this worker has all samples, but the ``skipped`` ones.
 
@@ -330,6 +349,8 @@ class BatchWriter:
         else:
             if fields is None and whole:
                 self._collate(batch, samples)
+            elif fields is None and self._completes(batch, k, len(samples)):
+                self._collate_rest(batch, k, samples)
             elif fields is None:
                 begun_ns = now_ns()
                 self._attach(batch, k, indices, samples)
@@ -421,13 +442,20 @@ class BatchWriter:
             else:
                 lease.begin(before.position, before.started_ns, before.step)
 
-    def _gather(self, batch: int) -> list[Any]:
-        """Return the samples of a full batch that were not skipped, from the fields and the store."""
+    def _gather(self, batch: int, first: int = 0, own: Sequence[object] = ()) -> list[Any]:
+        """Return the samples of a batch that were not skipped, from the fields and the store.
+
+        Args:
+            own: Samples ``first``, ``first`` + 1, … of the batch, whose places are not filled.
+        """
         segment, batch_record = self._store.segment, self._ledger.describe(batch)
         at, count = batch_record.layout, batch_record.count
         record = read_layout(segment, at) if at else None
         samples: list[Any] = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+            if first <= k < first + len(own):
+                samples.append(own[k - first])
+                continue
             if kind == SKIP_BLOB and not offset:
                 continue
             value = self._store.peek(offset, nbytes, kind) if kind or offset else []

@@ -22,6 +22,7 @@ from minato.batching.collate import Collate
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store
 from minato.batching.writer import BatchWriter
+from minato.errors import SKIP
 from tests.datasets import assert_same
 
 STORES = {"shared": SharedStore, "local": LocalStore}
@@ -204,6 +205,8 @@ def test_without_batching_the_collate_fn_gets_the_sample(make: Make) -> None:
 def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)
+    for writer in desk.writers:  # each saw that the other one was not done
+        writer._completes = lambda batch, k, count: False  # type: ignore[method-assign]
     desk.writers[1].collate_and_publish = lambda batch: None  # type: ignore[method-assign]  # it must collate, and dies
     for k, worker in ((0, 0), (1, 1)):
         desk.fill(batch, k, [k + 1], worker)
@@ -212,6 +215,31 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
     assert (claim.batch, claim.count) == (batch, 0)
     desk.writers[0].collate_and_publish(batch)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_the_last_worker_collates_its_own_samples_as_they_are(make: Make, run: int) -> None:
+    own, others = [object() for _ in range(run)], [1, SKIP, 3]
+    collated: list[list[Any]] = []
+    desk = make(lambda samples: collated.append(samples) or len(samples))
+    for writer in desk.writers:
+        writer._skips = True
+    batch, slot, _ = desk.open(3 + run)
+    desk.fill(batch, 0, others, 0)
+    desk.fill(batch, 3, own, 1)
+    assert desk.read(batch, slot) == 2 + run
+    (samples,) = collated
+    assert samples[:2] == [1, 3]
+    assert all(there is here for there, here in zip(samples[2:], own, strict=True))
+
+
+def test_a_bad_sample_of_another_worker_is_the_error_of_the_batch(make: Make) -> None:
+    desk = make(total)
+    batch, slot, _ = desk.open(3)
+    desk.fill(batch, 0, [1, ValueError("bad")], 0)
+    desk.fill(batch, 2, [3], 1)
+    with pytest.raises(ValueError, match="bad"):
+        desk.read(batch, slot)
 
 
 def test_a_lease_says_that_a_batch_is_collated_also_after_a_sample_of_it_has_run_again() -> None:
@@ -264,10 +292,10 @@ def test_a_batch_that_two_workers_begin_together_takes_its_memory_once(make: Mak
     assert desk.read(batch, slot)[:, 0].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("room", [0, 64, 192])
+@pytest.mark.parametrize("room", [0, 64, 2048])
 def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
     """Whether or not there is room left for the error."""
-    desk = shared_desk(16 << 20, collate_fn=total)
+    desk = shared_desk(16 << 20, collate_fn=lambda samples: bytes(4096))
     batch, slot, _ = desk.open(2)
     desk.workers[0].allocate(batch, (2 << 20) - room)
     desk.fill(batch, 0, [1, 2])

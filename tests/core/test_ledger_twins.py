@@ -253,12 +253,13 @@ class Twins(RuleBasedStateMachine):
     def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
         """Killed when it has filled so many places of a batch whose result is there."""
         batch, first, count = self.claimed_bound(worker, max_run)
-        if batch is None or count < batch.count:
+        k = first - batch.first if batch else 0
+        if batch is None or not self.each(worker, "lacks_only", batch.record, k, count):
             self.hands[worker].positions += range(first, first + count)
             return
         self.each(worker, "set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
         if filled := min(filled, count - 1):
-            self.each(worker, "fill_run", batch.record, 0, filled)
+            self.each(worker, "fill_run", batch.record, k, filled)
         self.kill(worker)
 
     def claimed_bound(self, worker: int, max_run: int) -> tuple[Open | None, int, int]:
@@ -277,9 +278,10 @@ class Twins(RuleBasedStateMachine):
         batch, first, count = self.claimed_bound(worker, max_run)
         if batch is None:
             return
-        if together and count == batch.count:
+        k = first - batch.first
+        if self.each(worker, "lacks_only", batch.record, k, count) and together:
             self.each(worker, "set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
-        outcome = self.each(worker, "fill_run", batch.record, first - batch.first, count)
+        outcome = self.each(worker, "fill_run", batch.record, k, count)
         self.settle(worker, batch.record, outcome)
 
     def settle(self, worker: int, record: int, outcome: int) -> None:

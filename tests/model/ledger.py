@@ -491,6 +491,14 @@ class Ledger:
         before = yield store_sc(self.place[self.at(place)], FILLED | (seq + 1))
         assert before == BOUND | (seq + 1), f"place {place} was not kept for sample {seq}"
 
+    def lacks_only(self, index: int, k: int, count: int) -> Steps:
+        """Whether all places of a batch but those of samples k … k+count-1 are filled."""
+        first, size = (yield peek(self.first[index])), (yield peek(self.count[index]))
+        for number in {*range(size)} - {*range(k, k + count)}:
+            if (yield load(self.place[self.at(first + number)])) & STATE != FILLED:
+                return False
+        return True
+
     def set_result(self, index: int) -> Steps:
         first = yield peek(self.first[index])
         yield store(self.result[index], first + 1)
@@ -503,10 +511,10 @@ class Ledger:
         yield cas(self.ticket[self.at(seq)], CLAIMED | worker << 4 | (seq + 1), DONE)
         return (yield from self.complete(worker, index))
 
-    def gather(self, index: int) -> Steps:
-        """Read what lies at the places of a full batch."""
+    def gather(self, index: int, own: range = range(0)) -> Steps:
+        """Read what lies at the places of a batch, but those of a worker's ``own`` samples."""
         places = yield from self.span(index)
-        for place in places:
+        for place in {*places} - {places[k] for k in own}:
             word = yield peek(self.place[self.at(place)])
             value = yield peek(self.value[self.at(place)])
             blob = yield peek(self.blob[self.at(place)])
@@ -743,13 +751,18 @@ class Ledger:
         size = yield peek(self.count[index])
         whole = self.setting.max_run or self.setting.bad or count == size
         assert whole, f"worker {number} has {count} of {size} samples of batch record {index}"
-        for call in self.delivery(number, count, size):
+        together = self.setting.collated == "whole" and (
+            count == size
+            or (not self.setting.bad and (yield from self.lacks_only(index, k, count)))
+        )
+        if together:
+            yield from self.gather(index, range(k, k + count))
+        for call in self.delivery(number, count, together):
             if (yield from self.call(call, number, index, first, k)) == MUST_COLLATE:
                 yield from self.set_ready(index)
 
-    def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
-        """What worker ``number`` does with so many samples that it has run together."""
-        whole = count == size and self.setting.collated == "whole"
+    def delivery(self, number: int, count: int, whole: bool) -> tuple[Call, ...]:
+        """What worker ``number`` does with samples that it has run together; ``whole``: it collates their batch."""
         if self.setting.bad == "error" and number == 0:
             return delivery("error", count, count - 1)
         if self.setting.bad == "skip":

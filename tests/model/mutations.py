@@ -223,8 +223,8 @@ class ClosesWithoutLooking(
 class FilledWithoutData(Mistake, batches=TWO, max_run=2, bad="error"):
     """The places before that of an error are filled before it, and hold nothing if the error does not come."""
 
-    def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
-        calls = super().delivery(number, count, size)
+    def delivery(self, number: int, count: int, whole: bool) -> tuple[Call, ...]:
+        calls = super().delivery(number, count, whole)
         if calls[0].name == "error":
             return calls[0], Call("fill", 0, count)
         return calls
