@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import GeneratorType
 from typing import Any, NamedTuple, TypeVar
 
 from minato._support.values import text_of
@@ -14,6 +15,7 @@ __all__ = [
     "Item",
     "Reading",
     "announced_reader",
+    "has_ended",
     "item_of",
     "key_of",
     "name_of",
@@ -164,6 +166,11 @@ def announced_reader() -> AbstractContextManager[None]:
 def set_announce(announce: Callable[[], AbstractContextManager[None]]) -> None:
     """Set what ``announced_reader`` calls in this thread."""
     _this_thread.reading.announce = announce
+
+
+def has_ended(items: object) -> bool:
+    """Whether an iterator that has raised, or was interrupted, cannot go on."""
+    return isinstance(items, GeneratorType) and items.gi_frame is None
 
 
 def next_of(items: Iterator[T], *, drops: bool) -> T:

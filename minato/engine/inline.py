@@ -260,7 +260,6 @@ class InlineEngine(BatchSource):
         self._has_ended = self._is_single and readers.board.end(0) is not None
         self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
-        host.keeps_first = len(epoch.progress.held_by) > 0
         host.catches = self._current.kinds
         try:
             host.make_readers()

@@ -479,7 +479,7 @@ class EpochPosition:
                 readers.set_epoch = loaded.epoch
             elif last is not None and of_dataset != self._dataset_epoch:
                 readers.set_epoch = of_dataset
-            elif last and last.readers and (last.readers.goes_on or not last.progress.finished):
+            elif last is not None and last.readers is not None:
                 readers.set_epoch, readers.is_told = last.readers.set_epoch, True
         self._dataset_epoch = of_dataset
         return readers
@@ -591,7 +591,7 @@ class EpochPosition:
         seeds = last.base_seed, last.drawn_epoch
         readers = None if last.readers is None else last.readers.to_plain()
         if readers is not None and readers["set_epoch"] is None:
-            readers["set_epoch"] = _dataset_epoch(spec.dataset)
+            readers["set_epoch"] = self._dataset_epoch  # its own may be another by now
         return LoaderState(
             facts, last.number, False, drawn, plain, *seeds, done, readers, last.earlier
         ).to_plain()

@@ -598,8 +598,8 @@ class EpochReaders:
             if end is not None and reader not in self._told and self.board.has_died(reader):
                 self._told.add(reader)
                 return (
-                    f"reader {reader} ended by an exception after {end - 1} items; the rest of its share is missing: a "
-                    "generator that has raised cannot go on, so catch the exception inside of it"
+                    f"reader {reader} ended by an exception after {end - 1} items; the rest of its share is missing: "
+                    "catch the exception inside of its iterator; a generator that has raised cannot go on"
                 )
             least = self._known[reader].delivered_before
             if end is not None and end < least and -3 not in self._told:

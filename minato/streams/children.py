@@ -20,6 +20,7 @@ from minato._core import mix_seed, now_ns
 from minato._support.counters import shared_integers
 from minato._support.items import (
     announced_reader,
+    has_ended,
     next_of,
     reading_again,
     resumed_states,
@@ -29,7 +30,6 @@ from minato._support.objects import facts_of, figures_of
 from minato._support.values import text_of, type_name
 from minato.errors import warn
 from minato.sampling.resume import is_stateful
-from minato.streams.shards import has_ended
 from minato.transforms.rng_memory import GlobalGenerators
 
 __all__ = ["Child", "Dataset", "State", "Stream", "Window", "check_stream", "own_states"]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from types import GeneratorType
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato._support.items import resumed_states, set_skipping
+from minato._support.items import has_ended, resumed_states, set_skipping
 from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
 from minato.errors import add_note, warn
 
-__all__ = ["ShardIterator", "ShardedDataset", "has_ended"]
+__all__ = ["ShardIterator", "ShardedDataset"]
 
 T = TypeVar("T")
 State: TypeAlias = Any
@@ -349,11 +348,6 @@ class ShardIterator(Iterator[T]):
         own, before = self._dealt[self._number], state["shards"][self._number]
         gone = self._gone.difference(state["gone"])
         self.has_changed = own != before or not gone.isdisjoint(own[self._done :])
-
-
-def has_ended(items: object) -> bool:
-    """Whether an iterator that has raised cannot go on."""
-    return isinstance(items, GeneratorType) and items.gi_frame is None
 
 
 def _counted(names: Sequence[str], what: str) -> str:

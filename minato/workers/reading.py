@@ -15,7 +15,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import GeneratorType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -37,6 +36,7 @@ from minato._fork_safety import forget_in_children
 from minato._support.items import (
     Reading,
     announced_reader,
+    has_ended,
     item_of,
     reading_again,
     set_announce,
@@ -130,9 +130,11 @@ class Reader:
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
         on_next: Called before each call of the iterator, with the number of items that ``take`` has; None: it is not.
         has_jumped: An exception has ended a batch, so that ordinals are missing, and ``skip()`` would count them.
+        is_torn: ``take`` was interrupted: the iterator may have gone on, and its state may be that within an item.
     """
 
     watches = True
+    is_torn = False
     digest = 0
     first: int | None = None
     expected: tuple[int, int] | None = None
@@ -256,6 +258,10 @@ class Reader:
         taken = self.taken
         if taken:  # the call is repeated
             self.at = max(self.at, ordinals[len(taken) - 1] + 1)
+        if self.is_torn and has_ended(self._items):
+            self.died = True
+            self._ended(self.at + 1)
+        self.is_torn = True
         while len(taken) < count and self._items is not None:
             done = len(taken)
             wanted = ordinals[done]
@@ -279,6 +285,7 @@ class Reader:
             except catches:
                 self._saw(wanted, taken[done:])
                 if self._failed(wanted + len(taken) - done):
+                    self.is_torn = False
                     raise
                 break
             if self.watches:
@@ -286,6 +293,7 @@ class Reader:
             self.at, self._num_renewed = wanted + len(taken) - done, 0
             if len(taken) < done + run:
                 self._ended(self.at)
+        self.is_torn = False
         return taken
 
     def _next(self, items: Iterator[object]) -> object:
@@ -334,16 +342,19 @@ class Reader:
                 self.on_next(len(self.taken))
             try:
                 returned = skip(ordinal - self.at)
+                if returned is not None and returned is not self._items:
+                    raise TypeError(
+                        f"skip() of the iterator of reader {self.number} returned a {type_name(returned)}, which hides "
+                        "what comes next: let it move the iterator itself and return None, or rename it"
+                    )
             except StopIteration:
                 # A reader that is made again may be asked for items after its end.
                 self._ended(ordinal)
                 return
-            if returned is not None and returned is not self._items:
+            except catches:  # nobody knows where it is
+                self.died = True
                 self.fail(ordinal + 1)
-                raise TypeError(
-                    f"skip() of the iterator of reader {self.number} returned a {type_name(returned)}, which hides "
-                    "what comes next: let it move the iterator itself and return None, or rename it"
-                )
+                raise
             self.at = ordinal
             return
         told_ns = now_ns()
@@ -379,7 +390,7 @@ class Reader:
         iterator = self._items
         self.at = (ordinal // self._batch + 1) * self._batch
         self.has_jumped = self.has_jumped or self.at > ordinal + 1
-        if isinstance(iterator, GeneratorType) and iterator.gi_frame is None:
+        if has_ended(iterator):
             # Until there is another one: a signal may interrupt what makes it.
             self.died = True
             self._ended(ordinal + 1)
@@ -509,10 +520,7 @@ class Host:
 
     Attributes:
         catches: The exceptions that are errors of items; others interrupt.
-        keeps_first: Items are delivered long after they were read, so that the state of the beginning is wanted.
     """
-
-    keeps_first = False
 
     def __init__(
         self,
@@ -705,7 +713,7 @@ class Host:
             return reader.take(keys, self.catches)
         finally:
             set_reading(self._around)
-            if reader.end is not None:
+            if reader.end is not None or reader.has_jumped:
                 self._note(reader, self._epochs[0][0])
 
     @_apart
@@ -789,7 +797,8 @@ class Host:
         reader.has_jumped = self._board.has_jumped(number, slot)
         known = self._board.digest(number, slot) if is_first and self._owns_process else None
         reader.expected = known if known is not None and known[0] > reader.at else None
-        if self.keeps_first and reader.keeps_state:
+        if slots is None and reader.keeps_state:
+            # Items may have been read that are not delivered: they are held back, or an interruption has left them.
             with suppress(Exception):  # of state_dict(), which the loader's raises
                 self._firsts[number] = copy.deepcopy(self._present(reader))
         if before is not None or reader.must_keep:
@@ -863,7 +872,7 @@ class Host:
         reader = self._readers[number]
         if number not in self._epochs or not reader.keeps_state:
             return None
-        if reader.at > ordinal:
+        if reader.at > ordinal or reader.is_torn:
             return copy.deepcopy(self._firsts.get(number))
         if self._generators is None:
             return reader.state()

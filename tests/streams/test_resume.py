@@ -213,6 +213,43 @@ def test_epochs_are_integers_of_64_bits(epoch: int) -> None:
             assert numbers(loader) == [chosen, chosen]
 
 
+class CountsAtOnce(Split):
+    """Counts its epochs where iteration begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return super().__iter__()
+
+
+def in_epoch_7(loader: Any) -> None:
+    loader.set_epoch(7)
+    list(loader)
+
+
+@pytest.mark.parametrize(
+    ("stream", "before", "within", "workers"),
+    [
+        (Split, list, lambda loader: loader.dataset.set_epoch(3), {"num_workers": 0}),
+        (Split, list, lambda loader: loader.dataset.set_epoch(3), {"num_workers": 2}),
+        (Split, in_epoch_7, saved, {"num_workers": 2, "persistent_workers": True}),
+        (CountsAtOnce, list, saved, {"num_workers": 0}),
+        (CountsAtOnce, list, saved, {"num_workers": 1, "workers": "thread"}),
+    ],
+)
+def test_a_state_has_the_epoch_with_which_the_copies_began(
+    stream: Any, before: Any, within: Any, workers: dict[str, Any]
+) -> None:
+    """Whatever epoch the program has chosen since then, and whichever the copies have by an earlier choice."""
+    first, later = (DataLoader(stream(SIZE), 4, **workers) for _ in range(2))
+    before(first)
+    batches = iter(first)
+    got = numbers(itertools.islice(batches, 3))
+    within(first)
+    state = saved(first)
+    assert numbers(resumed(state, later)) == numbers(batches)
+    assert len(got) == 12
+
+
 @pytest.mark.parametrize("epoch", [2**63, -(2**63) - 1])
 def test_an_epoch_that_64_bits_do_not_hold_is_refused(epoch: int) -> None:
     loader = DataLoader(Epochs(2))
@@ -420,6 +457,94 @@ def test_items_behind_a_batch_that_raised_are_passed_over_once(num_workers: int)
     assert numbers([next(batches)]) == [*range(4, 12)]
     for later in others:
         assert numbers(resumed(saved(first), later)) == [*range(12, SIZE)]
+
+
+def test_items_behind_a_batch_that_raised_are_passed_over_once_without_readers() -> None:
+    first, later = (DataLoader(Skips(SIZE), 8) for _ in range(2))
+    batches = iter(first)
+    with pytest.raises(KeyError):
+        next(batches)
+    assert numbers([next(batches)]) == [*range(4, 12)]
+    assert numbers(resumed(saved(first), later)) == [*range(12, SIZE)]
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt once, at the number 10."""
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def __deepcopy__(self, memo: object) -> Interrupting:
+        return self
+
+    def __call__(self, item: Any) -> Any:
+        if self.is_due and (item[0] if isinstance(item, list) else item) == 10:
+            self.is_due = False
+            raise KeyboardInterrupt
+        return item
+
+
+class InterruptedCursor(Cursor):
+    """An iterator that counts an item before the interruption that loses it."""
+
+    def __init__(self, numbers: range, interrupt: Interrupting) -> None:
+        super().__init__(numbers)
+        self.interrupt = interrupt
+
+    def __next__(self) -> Any:
+        return self.interrupt(super().__next__())
+
+
+class InterruptedIterator(Split):
+    def __init__(self, size: int, interrupt: Interrupting) -> None:
+        super().__init__(size)
+        self.interrupt = interrupt
+
+    def __iter__(self) -> Any:
+        return InterruptedCursor(self.numbers(), self.interrupt)
+
+
+class InterruptedGenerator(DatasetState):
+    def __init__(self, size: int, interrupt: Interrupting) -> None:
+        super().__init__(size)
+        self.interrupt = interrupt
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield self.interrupt(number)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("readers", [None, 1, 3])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "stream", [InterruptedIterator, InterruptedGenerator, IteratorState, DatasetState]
+)
+def test_the_state_after_an_interruption_loses_nothing(
+    stream: Any, size: int, readers: int | None, same: bool
+) -> None:
+    """In ``next()`` of the iterator, or in a transform; also where the same dataset goes on."""
+    interrupt, got = Interrupting(), list[int]()
+
+    def loader() -> Any:
+        if stream in (IteratorState, DatasetState):
+            return DataLoader(stream(SIZE), size, readers=readers, transforms=[interrupt])
+        return DataLoader(stream(SIZE, interrupt), size, readers=readers)
+
+    first = loader()
+    with pytest.raises(KeyboardInterrupt):
+        got.extend(number for batch in first for number in numbers([batch]))
+    got += numbers(resumed(saved(first), first if same else loader()))
+    assert sorted(got) == [*range(SIZE)]
+
+
+def test_a_generator_that_an_interruption_has_ended_is_told() -> None:
+    loader = DataLoader(InterruptedGenerator(SIZE, Interrupting()), 4)
+    batches = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        list(batches)
+    with pytest.warns(MinatoWarning, match="reader 0 ended by an exception after 10 items"):
+        assert numbers(batches) == [8, 9]
 
 
 @pytest.mark.large

@@ -82,6 +82,21 @@ def test_a_skip_that_returns_another_iterator_is_refused() -> None:
     assert reader.end == 51
 
 
+class Stuck(Moving):
+    """Its ``skip`` raises."""
+
+    def skip(self, n: int) -> None:
+        raise LookupError("gone")
+
+
+def test_a_skip_that_raises_ends_the_reader() -> None:
+    """Each further item would raise the same, without an end."""
+    reader = begun(Stuck())
+    with pytest.raises(LookupError, match="gone"):
+        reader.take([50])
+    assert (reader.take([51]), reader.died, reader.end) == ([], True, 51)
+
+
 class Ending(Moving):
     """Its ``skip`` tells where it ends."""
 
