@@ -140,7 +140,8 @@ class ShardIterator(Iterator[T]):
             self._dealt = _dealt(self._dealt, self._ordered([*self._sizes]), self._sizes)
         self._calls = 0  # of ``next()`` of the open one
         self._items: Any = None  # of the open one
-        self._late: Exception | None = None  # with which a shard could not be opened again
+        # With which a shard could not be opened again, and the state that was loaded.
+        self._late: tuple[Exception, Position] | None = None
 
     def _ordered(self, names: list[str]) -> list[str]:
         seed, epoch = self._dataset.seed, self._dataset.epoch
@@ -150,9 +151,6 @@ class ShardIterator(Iterator[T]):
         return [names[i] for i in order]
 
     def __next__(self) -> T:
-        if self._late is not None:
-            error, self._late = self._late, None
-            raise error
         while self._open():
             try:
                 item: T = next(self._items)
@@ -160,18 +158,23 @@ class ShardIterator(Iterator[T]):
                 self._close()
                 continue
             except Exception as error:  # the next call goes on in the same shard, unless it cannot
-                name, items = self._name(), self._calls
-                add_note(error, f"in shard {name!r}, item {items}")
+                add_note(error, f"in shard {self._name()!r}, item {self._calls}")
+                self._has_died(self._calls)
                 self._calls += 1
-                if has_ended(self._items):
-                    warn(
-                        f"shard {name!r} ended by an exception after {items} items; the rest of it is missing: a "
-                        "generator that has raised cannot go on, so catch the exception inside of it"
-                    )
                 raise
             self._calls += 1
             return item
         raise StopIteration
+
+    def _has_died(self, items: int) -> bool:
+        """Whether the open shard, which has raised after so many items, cannot go on; warns of that."""
+        if not has_ended(self._items):
+            return False
+        warn(
+            f"shard {self._name()!r} ended by an exception after {items} items; the rest of it is missing: a "
+            "generator that has raised cannot go on, so catch the exception inside of it"
+        )
+        return True
 
     def skip(self, n: int) -> None:
         """Pass over items.
@@ -188,13 +191,13 @@ class ShardIterator(Iterator[T]):
                     f"the shard {name!r} is gone, and {n} items of it or of those behind it were delivered, it is not "
                     "known which: put it back, or begin the epoch again"
                 )
-            if self._late is not None:
-                self._late = None
-                n -= 1
-                continue
             try:
                 is_open = self._open()
-            except Exception:  # an earlier run has raised it
+            except Exception as error:
+                warn(
+                    f"shard {name!r} cannot be opened, and an earlier run has delivered {n} items of it or of those "
+                    f"behind it: if it could be opened then, items are missing: {type_name(error)}: {message_of(error)}"
+                )
                 n -= 1
                 continue
             if not is_open:
@@ -234,7 +237,7 @@ class ShardIterator(Iterator[T]):
                 except StopIteration:
                     return i
                 except Exception:  # an earlier run has raised it
-                    if has_ended(self._items):
+                    if self._has_died(self._calls + i):
                         return i + 1
         finally:
             set_skipping(False)
@@ -247,6 +250,10 @@ class ShardIterator(Iterator[T]):
 
     def _open(self, state: State = None) -> bool:
         """Open the next shard, if none is open; returns whether there is one."""
+        if self._late is not None:
+            error, _ = self._late
+            self._close()
+            raise error
         while self._items is None:
             name = self._name()
             if name is None:
@@ -268,7 +275,7 @@ class ShardIterator(Iterator[T]):
         return True
 
     def _close(self) -> None:
-        self._items, self._calls = None, 0
+        self._items, self._calls, self._late = None, 0, None
         self._done += 1
 
     def _end(self) -> None:
@@ -279,11 +286,15 @@ class ShardIterator(Iterator[T]):
     def state_dict(self) -> Position:
         """The position as plain data."""
         own = getattr(self._items, "state_dict", None)
+        items, state = self._calls, own() if callable(own) else None
+        if self._late is not None:  # its item is still to come
+            _, late = self._late
+            items, state = late["items"], late["state"]
         return {
             "shards": [list(names) for names in self._dealt],
             "done": self._done,
-            "items": self._calls,
-            "state": copy.deepcopy(own()) if callable(own) else None,
+            "items": items,
+            "state": copy.deepcopy(state),
             "gone": sorted(self._gone),
         }
 
@@ -305,7 +316,7 @@ class ShardIterator(Iterator[T]):
         try:
             self._open(inner)
         except Exception as error:  # that of the next item: other shards follow
-            self._late = error
+            self._done, self._late = state["done"], (error, state)
             return
         passed = items if inner is not None else self._skip_in_shard(items)
         if passed < items:

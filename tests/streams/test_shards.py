@@ -167,11 +167,24 @@ def test_a_shard_that_does_not_open_at_a_resume_raises_once(cursor: Any) -> None
     for skipped in (0, 1, 2):
         items = iter(closed(cursor, "2"))
         items.load_state_dict(saved(first))
-        items.skip(skipped)
-        if not skipped:
+        assert saved(items) == saved(first)
+        if skipped:
+            text = f"shard '2' cannot be opened, and .* delivered {skipped} items of it .*: OSError: no 2"
+            with pytest.warns(MinatoWarning, match=text):
+                items.skip(skipped)
+        else:
             with pytest.raises(OSError, match="no 2"):
                 next(items)
         assert list(items) == [3000, 3001, 3002, 3003][max(0, skipped - 1) :]
+
+
+@pytest.mark.parametrize("cursor", CURSORS)
+def test_an_opening_that_may_be_the_first_that_fails_is_told(cursor: Any) -> None:
+    """Where no state says so, an earlier run may have read of it what is missing now."""
+    items = iter(closed(cursor, "1"))
+    with pytest.warns(MinatoWarning, match="shard '1' cannot be opened, and .* delivered 4 items"):
+        items.skip(4)
+    assert next(items) == 2003
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -315,6 +328,7 @@ FOUND = [0, 1, 2, 3, 2000, 2001, 3000, 3002, 3003, 4000, 4001, 4002, 4003]
 
 @pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
 @pytest.mark.filterwarnings("ignore:shard '2' ended by an exception")
+@pytest.mark.filterwarnings("ignore:shard '1' cannot be opened")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_errors_leave_out_what_cannot_be_read_and_no_more(num_workers: int) -> None:
     def loader(**options: Any) -> Any:
@@ -324,6 +338,14 @@ def test_errors_leave_out_what_cannot_be_read_and_no_more(num_workers: int) -> N
     assert numbers(loader(num_workers=num_workers)) == FOUND
     for stop in range(1, len(FOUND), 1 + 2 * num_workers):
         assert interrupted(loader(num_workers=num_workers), stop, loader()) == FOUND
+
+
+def test_a_shard_that_dies_while_it_is_passed_over_is_told() -> None:
+    items = iter(Failing({"2": 4, "0": 4}))
+    assert next(items) == 2000
+    with pytest.warns(MinatoWarning, match="shard '2' ended by an exception after 2 items"):
+        items.skip(4)
+    assert [*items] == [2, 3]
 
 
 def test_errors_name_the_shard() -> None:
