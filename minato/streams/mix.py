@@ -12,6 +12,7 @@ from typing import Any
 from minato._support.items import to_read_again
 from minato._support.values import text_of, type_name
 from minato.checks import check_choice, check_number, did_you_mean, given_whole
+from minato.errors import warn
 from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 
 __all__ = ["Mixed", "mix"]
@@ -137,7 +138,14 @@ class _Source:
 
     def begin_again(self) -> None:
         self.at = 0
-        self.child = self._begun()
+        try:
+            self.child = self._begun()
+        except Exception:
+            self.child.items = iter(())  # some iterators begin again where they have ended
+            warn(
+                f"source {self.name!r} of minato.mix cannot be read a further time: the rest of it is missing"
+            )
+            raise
 
     def state(self) -> State:
         """Its state; nothing is left of a pass that has ended."""

@@ -169,6 +169,35 @@ def test_a_generator_that_raised_is_told() -> None:
     assert list(items) == []
 
 
+class Once(Split):
+    """Its second iteration raises; it is its own iterator, which begins again where it has ended."""
+
+    def __iter__(self) -> Any:
+        if self.epoch:
+            raise OSError("gone")
+        self.left = list(range(self.size))
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            self.left = list(range(self.size))
+            raise StopIteration
+        return self.left.pop()
+
+
+def test_a_pass_that_cannot_begin_is_told() -> None:
+    items = iter(minato.mix({"a": Once(3)}, passes=3))
+    assert [next(items) for _ in range(3)] == [2, 1, 0]
+    with (
+        pytest.warns(
+            minato.MinatoWarning, match="source 'a' of minato.mix cannot be read a furthe"
+        ),
+        pytest.raises(OSError, match="gone"),
+    ):
+        next(items)
+    assert list(items) == []
+
+
 A, B = Split(3), Split(3)
 BAD: list[tuple[Any, Any, str]] = [
     ([A, B], {}, "has no names"),
