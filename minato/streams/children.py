@@ -28,7 +28,7 @@ from minato._support.items import (
 )
 from minato._support.objects import facts_of, figures_of
 from minato._support.values import text_of, type_name
-from minato.errors import warn
+from minato.errors import Postponed, warn
 from minato.sampling.resume import is_stateful
 from minato.transforms.rng_memory import GlobalGenerators
 
@@ -301,7 +301,7 @@ class _Point(NamedTuple):
     """A place where the items of a child can be read again, from the one with this ordinal on."""
 
     ordinal: int
-    child: State
+    child: State | Postponed
     # The three global generators at the first draw after that, if they are known; or the child's own.
     generators: Generators | None
     owns: bool
@@ -324,7 +324,7 @@ class Window(Child):
         self.at = 0  # ordinal of the next item
         self._every = every
         self._ended = False
-        self._points = deque([_Point(0, self.state(begins=True), None, False)])
+        self._points = deque([_Point(0, self._kept(begins=True), None, False)])
         self._due, self._due_ns = every, 0
         self._target = 0  # items before it are read again
         self._ends = False  # and then it ends
@@ -353,8 +353,9 @@ class Window(Child):
 
     def _next(self, drops: bool = False) -> Any:
         if self.at >= self._due and now_ns() >= self._due_ns and self.keeps_state:
-            began_ns = now_ns()
-            self._points.append(_Point(self.at, self.state(), self._own, self._own is not None))
+            began_ns, state = now_ns(), self._kept()
+            if not isinstance(state, Postponed):  # otherwise more is read again
+                self._points.append(_Point(self.at, state, self._own, self._own is not None))
             if len(self._points) > _MOST_POINTS:  # the held items are of a longer time
                 self._points = deque(list(self._points)[::2])
                 self._every *= 2
@@ -380,6 +381,13 @@ class Window(Child):
             self._own = outer.kept()
             outer.load(before)
 
+    def _kept(self, *, begins: bool = False) -> State | Postponed:
+        """The state of the child; what ``state_dict()`` raises is for those who ask for the window's."""
+        try:
+            return self.state(begins=begins)
+        except Exception as error:
+            return Postponed(error)
+
     def _asked(self, drops: bool) -> Any:
         if self.is_new:
             return self.first(partial(next_of, drops=drops))
@@ -399,6 +407,8 @@ class Window(Child):
     def window_state(self) -> State:
         """The state from which the held items can be read again."""
         point = self._points[0]
+        if isinstance(point.child, Postponed):
+            point.child.reraise()
         generators = None
         if self._outer is not None and point.generators is not None:
             with self._at_generators(point.generators):
@@ -423,7 +433,7 @@ class Window(Child):
                 self._outer.load_plain(state["generators"])
             generators = self._again
             self._own = generators if owns else None
-        self._points = deque([_Point(self.at, self.state(), generators, owns)])
+        self._points = deque([_Point(self.at, self._kept(), generators, owns)])
 
     def read_again(self, held: Container[int], found: dict[int, object]) -> None:
         """Read up to where a loaded state was taken. A call that was interrupted can be repeated.

@@ -169,6 +169,25 @@ def test_a_generator_that_raised_is_told() -> None:
     assert list(items) == []
 
 
+class Stateless(DatasetState):
+    """It has the method of a state, and no state."""
+
+    def state_dict(self) -> Any:
+        raise NotImplementedError("no state here")
+
+
+@pytest.mark.parametrize(
+    "over", [lambda dataset: minato.shuffle(dataset, 4), lambda dataset: minato.mix({"a": dataset})]
+)
+def test_what_state_dict_raises_is_for_those_who_ask(over: Any) -> None:
+    loader = DataLoader(over(Stateless(40)), 4)
+    batches = iter(loader)
+    got = numbers(itertools.islice(batches, 2))
+    with pytest.raises(NotImplementedError, match="no state here"):
+        loader.state_dict()
+    assert sorted(got + numbers(batches)) == list(range(40))
+
+
 class Once(Split):
     """Its second iteration raises; it is its own iterator, which begins again where it has ended."""
 
