@@ -339,8 +339,8 @@ class Window(Child):
         except StopIteration:
             self._ended = True
             raise
-        except Exception:
-            self.at += 1
+        except BaseException as error:
+            self.at += not isinstance(error, KeyboardInterrupt)
             self.note_error()
             raise
         self.at += 1

@@ -199,9 +199,10 @@ class _Items(Iterator[Any]):
             except StopIteration:
                 self._end_pass(source)
                 continue
-            except Exception:
-                source.at += 1
-                self._at += 1
+            except BaseException as error:
+                is_item = not isinstance(error, KeyboardInterrupt)
+                source.at += is_item
+                self._at += is_item
                 child.note_error()
                 raise
             source.at += 1

@@ -16,7 +16,16 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from minato import CostBatches, DataLoader, ErrorPolicy, MinatoWarning, Readers
+from minato import (
+    CostBatches,
+    DataLoader,
+    ErrorPolicy,
+    MinatoWarning,
+    Readers,
+    ShardedDataset,
+    mix,
+    shuffle,
+)
 from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
 from tests.behaviour.test_resume import Around
 from tests.datasets import ORDERS, add_draws, three_draws, wait_until
@@ -545,6 +554,38 @@ def test_a_generator_that_an_interruption_has_ended_is_told() -> None:
         list(batches)
     with pytest.warns(MinatoWarning, match="reader 0 ended by an exception after 10 items"):
         assert numbers(batches) == [8, 9]
+
+
+class InterruptedShards(ShardedDataset[Any]):
+    """In the first one's generator."""
+
+    def __init__(self, interrupt: Interrupting) -> None:
+        super().__init__()
+        self.interrupt = interrupt
+
+    def shards(self) -> list[str]:
+        return ["0", "15", "30"]
+
+    def iter_shard(self, name: str, state: Any = None) -> Iterator[Any]:
+        return (self.interrupt(number) for number in range(int(name), int(name) + 15))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (InterruptedShards, "shard '0' ended by an exception after 10 items"),
+        (lambda interrupt: shuffle(InterruptedGenerator(SIZE, interrupt), 1), "of minato.shuffle"),
+        (lambda interrupt: mix({"a": InterruptedGenerator(SIZE, interrupt)}), "source 'a'"),
+    ],
+)
+def test_a_generator_below_that_an_interruption_has_ended_is_told(make: Any, name: str) -> None:
+    interrupt = Interrupting()
+    loader, later = (DataLoader(make(interrupt), 4) for _ in range(2))
+    batches = iter(loader)
+    got = numbers(itertools.islice(batches, 2))
+    with pytest.warns(MinatoWarning, match=name), pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert got + numbers(resumed(saved(loader), later)) == [*range(SIZE)]
 
 
 @pytest.mark.large
