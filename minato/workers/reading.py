@@ -195,7 +195,7 @@ class Reader:
         if not has_epoch:  # it may hold that of the epoch before
             self._set_epoch(set_epoch)
         if start is None or not resumes or not start.ordinal:
-            self._forget_loaded()
+            self.forget_loaded()
         with reading_again(None, self._again):
             iterator: Any = iter(dataset)
         if start is not None and resumes:
@@ -240,7 +240,8 @@ class Reader:
         """Whether its first state of an epoch is kept: it holds what its iterator has decided, such as weights."""
         return self._stateful is not None
 
-    def _forget_loaded(self) -> None:
+    def forget_loaded(self) -> None:
+        """Have the dataset apply a loaded state no more; nobody asks for the item that comes next there."""
         if self._applies_again:
             forget_loaded_state(self.dataset)
             self._applies_again = False
@@ -307,7 +308,7 @@ class Reader:
                 return next(items)
         finally:
             self._is_new, self._start = False, None
-            self._forget_loaded()
+            self.forget_loaded()
 
     def _saw(self, ordinal: int, items: list[object]) -> None:
         """Take items into the checksums, the first of which has this ordinal."""
@@ -719,7 +720,10 @@ class Host:
     @_apart
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
-        self._begin(self._readers[number], slot, epoch, 0)
+        reader = self._readers[number]
+        self._begin(reader, slot, epoch, 0)
+        if self._ends[number] is not None:  # an earlier run has read everything
+            reader.forget_loaded()
 
     @_apart
     def take(

@@ -425,6 +425,17 @@ class Unreachable(DatasetState):
 
 
 @pytest.mark.filterwarnings("ignore:1 samples of this epoch", "ignore:1 of 2 readers")
+@pytest.mark.large
+@pytest.mark.parametrize("given", [{}, {"readers": 1}, {"num_workers": 1}])
+def test_epochs_of_hugging_face_after_one_that_was_read_to_its_end_are_whole(given: Any) -> None:
+    """Its last batch, which was short, came before the state was taken."""
+    first, later = (DataLoader(hugging_face(13, 1), 4, **given) for _ in range(2))
+    batches = iter(first)
+    assert numbers(itertools.islice(batches, 4)) == [*range(13)]
+    resumed(saved(first), later)
+    assert [numbers(later) for _ in range(3)] == [[], [*range(13)], [*range(13)]]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_reader_that_cannot_begin_leaves_the_state_of_the_others(num_workers: int) -> None:
     how: dict[str, Any] = {"readers": 2, "num_workers": num_workers, "errors": "skip"}
