@@ -169,7 +169,7 @@ class ShardIterator(Iterator[T]):
         raise StopIteration
 
     def _has_died(self, items: int) -> bool:
-        """Whether the open shard, which has raised after so many items, cannot go on; warns of that."""
+        """Whether the open shard, which has raised after this number of items, cannot go on; warns of that."""
         if not has_ended(self._items):
             return False
         warn(
