@@ -352,7 +352,7 @@ class Reader:
                 # A reader that is made again may be asked for items after its end.
                 self._ended(ordinal)
                 return
-            except catches:  # nobody knows where it is
+            except BaseException:  # nobody knows where it is
                 self.died = True
                 self.fail(ordinal + 1)
                 raise

@@ -85,14 +85,19 @@ def test_a_skip_that_returns_another_iterator_is_refused() -> None:
 class Stuck(Moving):
     """Its ``skip`` raises."""
 
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
     def skip(self, n: int) -> None:
-        raise LookupError("gone")
+        super().skip(n - 1)
+        raise self.error
 
 
-def test_a_skip_that_raises_ends_the_reader() -> None:
-    """Each further item would raise the same, without an end."""
-    reader = begun(Stuck())
-    with pytest.raises(LookupError, match="gone"):
+@pytest.mark.parametrize("error", [LookupError("gone"), KeyboardInterrupt("gone")])
+def test_a_skip_that_raises_ends_the_reader(error: BaseException) -> None:
+    """Each further item would raise the same, without an end, or be another one than that which is asked for."""
+    reader = begun(Stuck(error))
+    with pytest.raises(type(error), match="gone"):
         reader.take([50])
     assert (reader.take([51]), reader.died, reader.end) == ([], True, 51)
 
