@@ -222,8 +222,8 @@ _SYNC_BYTES, _SYNC_S = 64 << 20, 30.0
 """How much a process writes, and for how long, before it has the disk keep it."""
 _PREFIX_BYTES = 16
 """The part of a key that names the dataset and its transforms."""
-_USED_NS = 60 * 10**9
-"""How precise the time is at which a prefix was last used."""
+_USED_NS = 10**9
+"""How precise the time is at which a prefix was last used: a process that uses it all the time notes it so often."""
 _TOTAL = b"bytes"
 """In the database of states: the size of all entries. The other keys are prefixes, with the time of their last use."""
 _STAMP = struct.Struct("<16sQ")
@@ -314,7 +314,7 @@ class DiskCache(Cache):
             if entry is not None and now_ns - self._used_ns.get(prefix, 0) > _USED_NS:
                 self._used_ns[prefix] = now_ns
                 with suppress(*self.failures):  # the sample is there all the same
-                    files.mark(prefix)
+                    files.mark(prefix, self._made_ns)
         return entry
 
     def store(self, key: bytes, entry: bytes) -> int:
@@ -416,7 +416,7 @@ class _Environment:
                 raise _lmdb().MapFullError  # which undoes the evictions
             to.put(key, entry, db=self._samples)
             to.put(_TOTAL, _bytes(total))
-            self._mark(to, prefix)
+            self._mark(to, prefix, made_ns)
         self._unsynced_bytes += size
         if self._unsynced_bytes > _SYNC_BYTES or time.monotonic() - self._synced_s > _SYNC_S:
             self.sync()
@@ -426,9 +426,9 @@ class _Environment:
         """Remove entries of other prefixes that were last used before a time; returns the bytes removed."""
         with to.cursor(db=self._states) as states:
             found = [(_number(used), key) for key, used in states if key not in (_TOTAL, prefix)]
-        freed = 0
+        freed, before_ns = 0, min(made_ns, _wall_ns() - 2 * _USED_NS)
         for used_ns, other in sorted(found):
-            if used_ns >= made_ns:
+            if used_ns >= before_ns:
                 break
             with to.cursor(db=self._samples) as entries:
                 there = entries.set_range(other)
@@ -440,13 +440,14 @@ class _Environment:
             to.delete(other)
         return freed
 
-    def mark(self, prefix: bytes) -> None:
+    def mark(self, prefix: bytes, made_ns: int) -> None:
+        """Note that a cache, which was made at this time, uses a prefix."""
         with self.begin(write=True) as to:
-            self._mark(to, prefix)
+            self._mark(to, prefix, made_ns)
 
-    def _mark(self, to: Any, prefix: bytes) -> None:
+    def _mark(self, to: Any, prefix: bytes, made_ns: int) -> None:
         now_ns = _wall_ns()
-        if now_ns - _number(to.get(prefix)) > _USED_NS:
+        if _number(to.get(prefix)) < max(made_ns, now_ns - _USED_NS):
             to.put(prefix, _bytes(now_ns))
             self._unsynced_bytes += 1  # else the cache would start empty after the next start
 

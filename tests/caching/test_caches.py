@@ -381,13 +381,28 @@ def held(cache: DiskCache, prefixes: bytes) -> list[int]:
     return [keys.count(bytes([prefix]) * 16) for prefix in prefixes]
 
 
-def test_former_samples_make_room_and_present_ones_do_not(disk: Any) -> None:
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets time pass for all caches, whose clock stands still otherwise."""
+    now = [10**18]
+    monkeypatch.setattr("minato.caching._wall_ns", lambda: now[0])
+
+    def pass_by(milliseconds: int = 10_000) -> None:
+        now[0] += milliseconds * 10**6
+
+    return pass_by
+
+
+def test_former_samples_make_room_and_present_ones_do_not(
+    disk: Any, later: Callable[..., None]
+) -> None:
     first = disk(3000, version="1")
     filled(first, b"a", 30)
     (many,) = held(first, b"a")
     assert 15 < many < 30  # it is full
     filled(first, b"b", 5)
     assert held(first, b"ab") == [many, 0]  # both are in use
+    later()
     second = disk(3000, version="1")
     filled(second, b"b", 5)
     assert held(first, b"ab") == [many - 5, 5]
@@ -395,10 +410,42 @@ def test_former_samples_make_room_and_present_ones_do_not(disk: Any) -> None:
     assert held(first, b"abc") == [many - 8, 5, 3]
     filled(second, b"b", 40)
     assert held(first, b"abc") == [0, many - 3, 3]
+    later()
     third = disk(3000, version="1")
     filled(third, b"d", 30)
     assert held(first, b"abcd") == [0, 0, 0, many]
     assert third.stored_bytes == sum(map(len, entries(third).values())) <= 3000
+
+
+def test_samples_of_an_earlier_run_stay_while_this_one_uses_them(
+    disk: Any, later: Callable[..., None]
+) -> None:
+    filled(disk(3000, version="1"), b"a", 30)
+    later(500)
+    training, validation = disk(3000, version="1"), disk(3000, version="1")
+    (many,) = held(training, b"a")
+    assert training.load(next(iter(entries(training)))) is not None
+    later()
+    filled(validation, b"b", 30)
+    assert held(training, b"ab") == [many, 0]
+
+
+def test_samples_stay_while_another_run_uses_them(disk: Any, later: Callable[..., None]) -> None:
+    first = disk(3000, version="1")
+    filled(first, b"a", 30)
+    (many,) = held(first, b"a")
+    later(500)
+    second = disk(3000, version="1")
+    filled(second, b"b", 30)  # nobody can know yet whether the first one goes on
+    for _ in range(3):
+        later()
+        assert first.load(next(iter(entries(first)))) is not None
+        filled(second, b"b", 30)
+        assert held(first, b"ab") == [many, 0]
+    later()
+    third = disk(3000, version="1")
+    filled(third, b"b", 30)
+    assert held(first, b"ab") == [0, many]
 
 
 def test_what_is_larger_than_the_quota_evicts_nothing(disk: Any) -> None:
