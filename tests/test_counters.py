@@ -43,7 +43,34 @@ def test_each_worker_of_many_has_a_row_of_its_own() -> None:
     workers = [0, 63, 255, 256, 511, 4095]
     count_in_processes(counters, "fork", workers, 2000)
     assert counters.totals() == [4000 * len(workers), 2000 * len(workers)]
-    assert int((counters._counts[..., 1] == 2000).sum()) == len(workers)
+    assert int((counters._counts[..., 2] == 2000).sum()) == len(workers)
+
+
+def test_processes_that_count_as_one_number_have_lanes_of_their_own() -> None:
+    """Workers of several loaders have the same numbers."""
+    counters, context = Counters("red"), multiprocessing.get_context("fork")
+    all_count = context.Barrier(4, timeout=60)
+
+    def count_beside_others() -> None:
+        counters.add(red=1)
+        all_count.wait()
+
+    processes = [context.Process(target=count_beside_others) for _ in range(3)]
+    for process in processes:
+        process.start()
+    count_beside_others()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    lanes = counters._counts[..., 1].flatten()
+    assert lanes[lanes > 0].tolist() == [1] * 4
+    for _ in range(20):  # the lane of one that has ended is free again
+        process = context.Process(target=counters.add, kwargs={"red": 1})
+        process.start()
+        process.join()
+    lanes = counters._counts[..., 1].flatten()
+    assert int((lanes > 0).sum()) == 4
+    assert counters.totals() == [24]
 
 
 def test_readers_of_many_ranks_count_too() -> None:

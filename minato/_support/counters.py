@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
@@ -18,6 +19,8 @@ __all__ = ["Counters", "shared_integers"]
 _BLOCKS, _ROWS = 65, 64
 """A row for the training process and one for each of the 4096 workers that a loader may have; most blocks are never
 used."""
+_LANES = 8
+"""Processes of one row that may count at the same time: workers of several loaders have the same numbers."""
 
 
 def shared_integers(*shape: int) -> torch.Tensor:
@@ -41,11 +44,14 @@ def shared_integers(*shape: int) -> torch.Tensor:
 
 
 class Counters:
-    """Named counters that forked and started children share; each worker increments its own row, so none is lost."""
+    """Named counters that forked and started children share; each process increments its own lane of a row.
+
+    So none is lost, also if workers of several loaders count. A lane begins with the number of its process.
+    """
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._counts = shared_integers(_BLOCKS, _ROWS, len(names))
+        self._counts = shared_integers(_BLOCKS, _ROWS, _LANES, 1 + len(names))
         self._used = shared_integers(_BLOCKS)
         self._open()
 
@@ -73,15 +79,11 @@ class Counters:
         # The number of a reader may be larger, where many ranks share the readers of a stream.
         row_number = 0 if worker is None else (1 + worker.id) % (_BLOCKS * _ROWS)
         block, row_number = divmod(row_number, _ROWS)
-        row = self._rows[block, row_number]
         self._marks[block] = 1  # every writer stores the same value
         with self._lock:
+            lane = _lane_in(self._rows[block, row_number])
             for name, number in by.items():
-                row[self._names.index(name)] += number
-
-    def snapshot(self) -> bytes:
-        """The memory of all counts; it differs when a count has changed."""
-        return self._counts.numpy().tobytes()
+                lane[1 + self._names.index(name)] += number
 
     def by_name(self) -> dict[str, int]:
         """Return the totals of all processes by name."""
@@ -89,5 +91,26 @@ class Counters:
 
     def totals(self) -> list[int]:
         """Return the totals of all processes, in the order of the names."""
-        totals: list[int] = self._rows[self._marks.nonzero()[0]].sum((0, 1)).tolist()
+        totals: list[int] = self._rows[self._marks.nonzero()[0]].sum((0, 1, 2))[1:].tolist()
         return totals
+
+
+def _lane_in(row: np.ndarray) -> np.ndarray:
+    """The lane of this process; two that take one at the same moment see that at their next count."""
+    pid, lane = os.getpid(), row
+    for lane in row:
+        if lane[0] != pid and _is_over(int(lane[0])):
+            lane[0] = pid
+        if lane[0] == pid:
+            break
+    return lane  # of too many processes, several have the last one
+
+
+def _is_over(pid: int) -> bool:
+    """Whether there is no process with this number; 0 is none's."""
+    try:
+        if pid:
+            os.kill(pid, 0)
+    except OSError as error:  # else it is another user's
+        return isinstance(error, ProcessLookupError)
+    return pid == 0

@@ -173,10 +173,6 @@ class FailureLog:
                 return True
             time.sleep(_WRITTEN_S)
 
-    def state(self) -> bytes:
-        """Bytes that change with every count; a record is written before it is counted."""
-        return self._counters.snapshot()
-
     def counts(self) -> dict[str, int]:
         """Failures by outcome, also of odd epochs, those without a line (``unrecorded``), and the number of retries."""
         return self._counters.by_name()
@@ -345,7 +341,6 @@ class FailureCount:
         self._epoch: int | None = None
         self._before: dict[str, int] = {}  # failures of earlier epochs
         self._before_next: dict[str, int] = {}
-        self._state = b""
         self._begin_size = 0  # of the log
         self._size: int | None = None
         self._exceeded = self._warned = False
@@ -396,10 +391,6 @@ class FailureCount:
 
     def look(self) -> None:
         """Count the failures in the log."""
-        state = self._log.state()
-        if state == self._state:
-            return
-        self._state = state
         counts = self._log.counts()
         self.retries = counts.pop("retries")
         self._of_odd = {outcome: counts.pop(name) for outcome, name in _OF_ODD_EPOCHS.items()}
