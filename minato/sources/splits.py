@@ -36,7 +36,7 @@ def split(
 
     Args:
         keys: The keys of all samples. These, labels and entities may be lists, arrays, tensors or columns of pandas:
-            their values count, by position. Missing values (None, NaN) are one class, or one entity.
+            their values count, by position. Missing values (None, NaN, NA) are one class, or one entity.
         shares: The size of each split relative to the others, in whole numbers: ``{"train": 8, "test": 2}``.
         seed: The same seed, keys and metadata give the same splits, with the same scikit-learn.
         labels: The class of each key: each split then gets its share of each class, as far as entities allow.
@@ -161,7 +161,10 @@ def _codes(name: str, values: object, count: int) -> list[int]:
     codes: list[int] = []
     try:
         for value in found:
-            codes.append(numbers.setdefault(value, len(numbers)))
+            hash(value)
+            differs = value != value  # is true for NaN and NaT, and NA itself for pandas' NA
+            known = None if differs is True or differs is value else value
+            codes.append(numbers.setdefault(known, len(numbers)))
     except Exception:  # of __hash__ or __eq__, which may be the user's
         i = len(codes)
         raise TypeError(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +57,17 @@ def test_nobody_is_in_two_splits(entities: list[int], classes: int, seed: int) -
     parts = split(keys, {"a": 3, "b": 2}, seed=seed, labels=labels, entities=entities)
     assert sorted(parts["a"] + parts["b"]) == list(keys)
     assert not {entities[i] for i in parts["a"]} & {entities[i] for i in parts["b"]}
+
+
+def test_missing_values_of_any_kind_are_one_entity() -> None:
+    pandas = pytest.importorskip(
+        "pandas", reason="pandas is not installed: install the extra 'test'"
+    )
+    missing = [None, math.nan, np.float32("nan"), torch.tensor(math.nan), pandas.NaT, pandas.NA]
+    for seed in range(8):
+        keys = list(range(12))
+        parts = split(keys, {"train": 1, "test": 1}, seed=seed, entities=[*missing, *range(6)])
+        assert any(set(range(6)) <= set(part) for part in parts.values())
 
 
 def test_folds_test_each_key_once() -> None:
