@@ -86,8 +86,9 @@ def attribute(thing: object, name: str, default: object = None) -> Any:
 
 def figures_of(dataset: object) -> dict[str, float]:
     """What ``minato_figures()`` of a dataset's class returns: numbers by name for a report; empty without it."""
-    # Plain ones: JSON knows neither the numbers of NumPy nor those of torch.
-    return {name: plain(value) for name, value in _asked(dataset, "minato_figures").items()}
+    # Plain ones: JSON knows neither the numbers of NumPy nor those of torch, nor other things that are no numbers.
+    found = {str(name): plain(each) for name, each in _asked(dataset, "minato_figures").items()}
+    return {name: each for name, each in found.items() if isinstance(each, (int, float))}
 
 
 def facts_of(dataset: object) -> dict[str, str]:

@@ -224,11 +224,11 @@ def test_the_figures_of_a_dataset_may_be_those_of_numpy_and_torch() -> None:
     class Told(Numbers):
         def minato_figures(self) -> dict[str, Any]:
             numbers = {"loss": np.float32(0.5), "rows": np.int64(3), "mean": torch.tensor(2.0)}
-            return {**numbers, "hits": math.nan}
+            return {**numbers, "hits": math.nan, 7: 0.25, "kind": {"a": "set"}}
 
     told = DataLoader(Told(4)).report()
     plain = json.loads(told.to_json(), parse_constant=pytest.fail)
-    assert plain["dataset"] == {"loss": 0.5, "rows": 3, "mean": 2.0, "hits": None}
+    assert plain["dataset"] == {"loss": 0.5, "rows": 3, "mean": 2.0, "hits": None, "7": 0.25}
     assert all(name in told.details() for name in told.dataset)
 
 
