@@ -29,6 +29,7 @@ import torch
 from minato._support.objects import (
     MEMBERS,
     attribute,
+    in_any_process,
     is_exactly,
     module_of,
     mro_of,
@@ -55,9 +56,12 @@ _GENERATORS = (
     torch.Generator,
 )
 _OF_CLASSES = frozenset(
-    ["__annotations__", "__annotations_cache__", "__slotnames__", "__static_attributes__"]
+    [
+        *("__annotations__", "__annotations_cache__", "__slotnames__", "__static_attributes__"),
+        "__module__",  # another one in a spawned process
+    ]
 )
-"""Attributes of classes that Python sets when they are asked for, or in any order; the text says the same."""
+"""Attributes of classes that Python sets, some when they are asked for, or in any order; name and text say the same."""
 _OF_PYTHON = 1 << 9
 """A flag of types that a ``class`` statement may have made; the classes of C have no attribute of their own."""
 _STANDARD = b"the standard library"
@@ -260,7 +264,7 @@ class _Walk:
         elif kind is MethodType:
             yield from (part for _, part in parts_of(value))
         elif kind is ModuleType:
-            yield value.__name__
+            yield in_any_process(value.__name__)
             yield _source(getattr(value, "__file__", None) or "", value.__name__, defined=value)
         elif kind is BuiltinFunctionType:
             yield value.__self__
@@ -286,7 +290,8 @@ class _Walk:
         yield vars(value)
 
     def _function(self, function: FunctionType) -> Iterator[Any]:
-        code, name = function.__code__, f"{function.__module__}.{function.__qualname__}"
+        code = function.__code__
+        name = f"{in_any_process(function.__module__)}.{function.__qualname__}"
         text = _source(code.co_filename, function.__module__, function.__globals__, defined=code)
         if text is None and not self._classes_of_files:
             raise TypeError(

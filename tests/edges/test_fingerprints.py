@@ -260,6 +260,36 @@ def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.M
     assert here == there.splitlines()
 
 
+SPAWNED = """
+import multiprocessing
+from minato._support.hashes import fingerprint
+
+class Samples:
+    scale = 2
+
+    def __getitem__(self, index):
+        return plus(index)
+
+def plus(value):
+    return value + Samples.scale
+
+def tell():
+    print(fingerprint(Samples(), plus).hex(), flush=True)
+
+if __name__ == "__main__":
+    tell()
+    child = multiprocessing.get_context("spawn").Process(target=tell)
+    child.start()
+    child.join()
+"""
+
+
+def test_a_spawned_process_has_the_keys_of_its_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWNED)
+    here, there = output(tmp_path / "script.py").splitlines()
+    assert here == there
+
+
 def test_another_version_of_a_package_is_another_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
