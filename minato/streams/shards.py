@@ -157,9 +157,8 @@ class ShardIterator(Iterator[T]):
             except StopIteration:
                 self._close()
                 continue
-            except (
-                BaseException
-            ) as error:  # the next call goes on in the same shard, unless it cannot
+            except BaseException as error:
+                # The next call goes on in the same shard, unless it cannot.
                 add_note(error, f"in shard {self._name()!r}, item {self._calls}")
                 self._has_died(self._calls)
                 self._calls += not isinstance(error, KeyboardInterrupt)
