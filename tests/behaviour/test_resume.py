@@ -699,7 +699,7 @@ class Asked(Steps):
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "every", "times"), [(0, 1, 0), (1, 1, 11), (1, 4, 3), (1, 0, 1), (1, None, 1)]
+    ("num_workers", "every", "times"), [(0, 1, 1), (1, 1, 11), (1, 4, 3), (1, 0, 1), (1, None, 1)]
 )
 def test_a_state_is_asked_for_as_often_as_it_may_be_wanted(
     num_workers: int, every: int | None, times: int, tmp_path: Path
