@@ -97,13 +97,16 @@ class Counters:
 
 def _lane_in(row: np.ndarray) -> np.ndarray:
     """The lane of this process; two that take one at the same moment see that at their next count."""
-    pid, lane = os.getpid(), row
-    for lane in row:
-        if lane[0] != pid and _is_over(int(lane[0])):
-            lane[0] = pid
+    lanes: list[np.ndarray] = list(row)
+    pid = os.getpid()
+    for lane in lanes:
         if lane[0] == pid:
-            break
-    return lane  # of too many processes, several have the last one
+            return lane
+    for lane in lanes:
+        if _is_over(int(lane[0])):
+            lane[0] = pid
+            return lane
+    return lanes[-1]  # of too many processes, several have the last one
 
 
 def _is_over(pid: int) -> bool:

@@ -290,24 +290,20 @@ class BatchWriter:
 
     # ---- writing; the caller then fills the places
 
-    def _completes(self, batch: int, k: int, count: int) -> bool:
-        """Whether a batch lacks samples k … k+count-1 alone, and is to be collated then."""
-        ledger = self._ledger
-        return (
-            ledger.describe(batch).bound
-            and ledger.lacks_only(batch, k, count)
-            and not {ERROR_BLOB, END_BLOB} & {kind for kind, _, _ in ledger.blobs(batch)}
-        )
-
-    def _collate_rest(self, batch: int, k: int, samples: list[object]) -> None:
-        """Collate a batch of what other runs have left of it, and of samples k, k+1, …, which need no copy."""
-        start_ns = self._tracer.now()
-        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
+    def _collate_rest(self, batch: int, k: int, samples: list[object]) -> bool:
+        """Collate a batch that lacks samples k, k+1, … alone, which need no copy; False: it lacks others, or has failed."""
+        ledger, start_ns = self._ledger, self._tracer.now()
+        if not (ledger.describe(batch).bound and ledger.lacks_only(batch, k, len(samples))):
+            return False
+        blobs = ledger.blobs(batch)
+        if any(kind in (ERROR_BLOB, END_BLOB) for kind, _, _ in blobs):
+            return False
         gather = functools.partial(self._gather, batch, k, samples)
-        self._ledger.set_result(batch, *self._collated(batch, gather))
-        for offset in offsets:
+        ledger.set_result(batch, *self._collated(batch, gather))
+        for _, offset, _ in blobs:
             self._store.drop(offset)
         self._tracer.slice("collate", start_ns)
+        return True
 
     def _collate(self, batch: int, samples: object, skipped: Sequence[int] = ()) -> None:
         """Collate a batch of which this worker has all samples, but the ``skipped`` ones.
@@ -347,14 +343,13 @@ class BatchWriter:
             place = self._ledger.describe(batch).first + k
             self._blobs.attach_error(batch, place, error, None, None)
         else:
-            if fields is None and whole:
-                self._collate(batch, samples)
-            elif fields is None and self._completes(batch, k, len(samples)):
-                self._collate_rest(batch, k, samples)
-            elif fields is None:
-                begun_ns = now_ns()
-                self._attach(batch, k, indices, samples)
-                self._note_handover((now_ns() - begun_ns) / len(samples))
+            if fields is None:
+                if whole:
+                    self._collate(batch, samples)
+                elif not self._collate_rest(batch, k, samples):
+                    begun_ns = now_ns()
+                    self._attach(batch, k, indices, samples)
+                    self._note_handover((now_ns() - begun_ns) / len(samples))
             elif len(samples) == 1 or not fields.packer.pack_run(
                 samples, self._segment.address + fields.offset, k
             ):

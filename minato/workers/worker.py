@@ -316,9 +316,11 @@ class Worker:
         if mean_ns > self._run_ns and not is_apart:
             return 1
         share, handover_ns = self.fair_share(), self.writer.handover_ns
-        is_cheap = mean_ns < _HANDOVERS * handover_ns and 0 < self._whole_size <= share
-        # Near the end of an epoch the others would take longer to hand samples over than to let this worker run them.
-        if is_apart and (is_cheap or mean_ns * max(self.num_workers - 1, 1) < handover_ns):
+        is_cheap = mean_ns < _HANDOVERS * handover_ns
+        if is_apart and is_cheap and 0 < self._whole_size <= share:
+            return ALL_SAMPLES
+        # Near the end of an epoch: the others would take longer to hand samples over than this worker to run them.
+        if is_apart and mean_ns * max(self.num_workers - 1, 1) < handover_ns:
             return ALL_SAMPLES
         if cost_estimate.draws is None:
             return 1

@@ -206,7 +206,7 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)
     for writer in desk.writers:  # each saw that the other one was not done
-        writer._completes = lambda batch, k, count: False  # type: ignore[method-assign]
+        writer._collate_rest = lambda batch, k, samples: False  # type: ignore[method-assign]
     desk.writers[1].collate_and_publish = lambda batch: None  # type: ignore[method-assign]  # it must collate, and dies
     for k, worker in ((0, 0), (1, 1)):
         desk.fill(batch, k, [k + 1], worker)
