@@ -291,7 +291,7 @@ class BatchWriter:
     # ---- writing; the caller then fills the places
 
     def _collate_rest(self, batch: int, k: int, samples: list[object]) -> bool:
-        """Collate a batch that lacks samples k, k+1, … alone, which need no copy; False: it lacks others, or has failed."""
+        """Collate a batch that lacks samples k, k+1, … alone, which need no copy; False: it lacks others, or failed."""
         ledger, start_ns = self._ledger, self._tracer.now()
         if not (ledger.describe(batch).bound and ledger.lacks_only(batch, k, len(samples))):
             return False
