@@ -262,7 +262,7 @@ def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.M
 
 SPAWNED = """
 import multiprocessing
-from minato._support.hashes import fingerprint
+from minato._support.hashes import fingerprint, index_hash
 
 class Samples:
     scale = 2
@@ -274,7 +274,7 @@ def plus(value):
     return value + Samples.scale
 
 def tell():
-    print(fingerprint(Samples(), plus).hex(), flush=True)
+    print(fingerprint(Samples(), plus).hex(), index_hash(Samples()), index_hash((plus, 1)), flush=True)
 
 if __name__ == "__main__":
     tell()
