@@ -116,14 +116,13 @@ def _digest(value: Any) -> bytes:
 class _ByContent(pickle.Pickler):
     """Pickles tensors by their content, as torch's own way has an address in it, and what a script defines by name."""
 
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if issubclass(kind, torch.Tensor):
+    def reducer_override(self, value: object) -> Any:
+        if issubclass(type(value), torch.Tensor):
             return tuple, (plain(value),)
         # A spawned process has the main module under another name, and pickle goes by that.
-        if issubclass(kind, type) and module_of(value) == "__main__":
+        if isinstance(value, type) and module_of(value) == "__main__":
             return str, (f"__main__.{name_of(value)}",)
-        if kind is FunctionType and in_any_process(value.__module__) == "__main__":
+        if isinstance(value, FunctionType) and in_any_process(value.__module__) == "__main__":
             return str, (f"__main__.{value.__qualname__}",)
         return NotImplemented
 
