@@ -242,12 +242,13 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or _deferred:
         yield
         return
+    # From Python 3.13 on, what is raised at the jump behind a condition that ends a loop leads to no handler around it.
+    handlers = [(number, _getsignal(number)) for number in range(1, signal.NSIG)]
+    handlers = [pair for pair in handlers if callable(pair[1])]
     try:
-        for number in range(1, signal.NSIG):
-            handler = _getsignal(number)
-            if callable(handler):
-                _deferred[number] = handler
-                signal.signal(number, _defer)
+        for number, handler in handlers:
+            _deferred[number] = handler
+            signal.signal(number, _defer)
         yield
     finally:
         _restore()
@@ -256,13 +257,13 @@ def signals_deferred() -> Iterator[None]:
 def _restore() -> None:
     """Install the handlers again and run those of signals that have arrived; all run, even if some raise."""
     try:
-        while _deferred:
-            number, handler = next(iter(_deferred.items()))
+        for number, handler in list(_deferred.items()):
             if _getsignal(number) is _defer:  # not one that the block has installed
                 signal.signal(number, handler)
             _deferred.pop(number, None)
-        while _arrived:
-            _run(_arrived.pop())
+        for number in list(_arrived):
+            _arrived.discard(number)
+            _run(number)
     finally:
         if _deferred or _arrived:
             _restore()
@@ -309,8 +310,7 @@ def _in_parent() -> None:
         borrower: Borrower = getattr(_worker, "borrower", None) or child or Borrower()
         if child is not None:
             child.begin_in_parent()
-        while _lent:
-            loans, held = _lent[-1]
+        for loans, held in reversed(list(_lent)):
             loans.keep(held, borrower)
             _lent.pop()
     finally:  # also if Ctrl-C comes here: what is left is kept for good, and other threads wait to fork
