@@ -577,7 +577,10 @@ class InlineEngine(BatchSource):
         keys, runner = batch.given, self._runner
         if self._is_plain and runner.is_plain:
             taken, error = runner.run_unbound(batch.first, self._number, [keys], host.take_next)
-            self._build_items(batch, host.taken if error is not None else taken[0], error)
+            items = taken[0] if error is None else host.taken
+            if error is not None and len(items) == len(keys):
+                raise error  # a second interruption: no item has raised it
+            self._build_items(batch, items, error)
             return
         with nullcontext() if host.binds else host.turn(keys[0], 0, self._number):
             self._build_items(batch, *self._items(host, batch))

@@ -134,7 +134,7 @@ class Reader:
     """
 
     watches = True
-    is_torn = False
+    is_torn = has_jumped = False
     digest = 0
     first: int | None = None
     expected: tuple[int, int] | None = None
@@ -755,6 +755,8 @@ class Host:
             items = reader.take(ordinals, self.catches)
         except self.catches as error:
             items, error_ = reader.taken, error
+            if len(items) == count:
+                raise  # a second interruption: no item has raised it
         if error_ is None:
             # First: who sees that the reader has ended finds the state of its end.
             self._keep_state(reader, slot)

@@ -8,11 +8,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -92,6 +94,30 @@ def test_an_interrupt_that_comes_while_handlers_change_leaves_them_as_they_were(
         else:
             break
     assert changes > 6  # three handlers, each replaced and restored
+
+
+def test_an_alarm_at_any_time_leaves_them_as_they_were(handlers: list[int]) -> None:
+    """Not only between two lines: what a handler raises comes at any jump and after any call."""
+    before, draws, inside = installed(), random.Random(0), 0
+    interrupt = signal.default_int_handler
+    alarm = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(4000):
+            entered = left = False
+            with suppress(KeyboardInterrupt):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draws.random() * 2e-4 + 1e-6)
+                    with signals_deferred():
+                        entered = True
+                        sum(map(len, map(str, range(100))))
+                        left = True
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            inside += entered and not left
+            assert signal.getsignal(signal.SIGALRM) is interrupt
+    finally:
+        signal.signal(signal.SIGALRM, alarm)
+    assert (inside, installed()) == (0, before)
 
 
 def test_a_signal_that_comes_twice_is_handled_once(handlers: list[int]) -> None:

@@ -266,6 +266,30 @@ def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
     assert interrupter.raised > least
 
 
+class Ordinals(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [({}, 500), ({"errors": POLICY}, 500), ({"readers": 4}, 0)]
+)
+def test_two_interruptions_of_one_batch(options: dict[str, Any], least: int) -> None:
+    """The second one may count as an error: of an item, which costs that batch, or of the dataset's ``iter()``."""
+    interrupter, found = Interrupter(repeats=2, traced=(reading.__file__,)), list[int]()
+    iterator: Any = iter(DataLoader(Ordinals(), SIZE, **options))
+    while True:
+        try:
+            batch = interrupter.call(lambda: next(iterator, None))
+        except KeyboardInterrupt:
+            continue
+        if batch is None:
+            break
+        found += batch.tolist()
+    assert interrupter.raised > 5
+    assert len(set(found)) == len(found) >= least
+
+
 VISITED = {"cost": measured_batches, "threads, cost": measured_batches, "stream": reading}
 """Modules whose lines do different things when they run again."""
 
