@@ -101,6 +101,12 @@ class OrderRecord:
             return 0
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         written = os.fstat(self._descriptor).st_size - self._size
+        begun = os.pread(self._descriptor, len(data) + 1, self._size) if written else b""
+        if written < 0 or begun != data[:written]:
+            raise ValueError(
+                f"{self._path!r} has changed since this epoch began: another iterator or process writes to it, too. "
+                "Give each its own file, and run through one epoch after the other"
+            )
         write_all(self._descriptor, data[written:], self._path)
         return len(data)
 

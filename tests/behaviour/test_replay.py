@@ -98,6 +98,19 @@ def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
     assert draws(replay) == got
 
 
+def test_a_file_that_another_iterator_writes_or_somebody_cuts_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    loader = DataLoader(Numbers(6), 2, recording=Record(path))
+    for disturb in (lambda: indices(loader), lambda: path.write_text("")):
+        iterator = iter(loader)
+        next(iterator)
+        disturb()
+        before = path.read_text()
+        with pytest.raises(ValueError, match="another iterator or process writes to it, too"):
+            next(iterator)
+        assert path.read_text() == before
+
+
 def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     in_any_order = {"num_workers": 2, "order": "arrival", "recording": Record(path)}
