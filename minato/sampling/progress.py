@@ -540,7 +540,7 @@ def remaining_batches(
         drop_last: Whether to drop a new batch that is too small because of skipped samples.
 
     Returns:
-        None: The sampler does not yield the indices of the complete part.
+        None: The sampler does not yield the indices of the complete part, or not in the same batches.
     """
     sizes: list[int] = []
     whole: list[Any] = []
@@ -555,6 +555,8 @@ def remaining_batches(
         complete, others = _split(indices, ordinal, ranges)
         tally = tally.plus(Tally.of(complete))
         if others is not None:
+            if complete and not mixes:  # they were divided into other batches then
+                return None
             whole.append(indices)
             left.extend(others)
         sizes.append(len(indices))

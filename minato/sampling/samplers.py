@@ -81,8 +81,9 @@ __all__ = [
 ]
 
 OTHER_INDICES = (
-    "the sampler yields other indices than when the state was taken, so the remaining ones are unknown: use seed=, "
-    "give the sampler a generator, or give it state_dict() and load_state_dict()"
+    "the sampler yields other indices than when the state was taken, or other batches of them, so the remaining ones "
+    "are unknown: use seed= and the same batch size, give the sampler a generator, or give it state_dict() and "
+    "load_state_dict()"
 )
 _MOST_RESERVED = 1 << 20
 """Samples of a batch for which memory is reserved in advance, where their number is unknown."""

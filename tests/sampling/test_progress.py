@@ -91,6 +91,7 @@ def test_another_order_is_refused(mixes: bool) -> None:
     run(progress, [[0, 1], [2, 3]], [[0, 1]])
     for others in ([[0, 2], [1, 3]], [[0]], []):
         assert remaining(others, progress.done(), mixes) is None
+    assert (remaining([[0, 1, 2], [3]], progress.done(), mixes) is None) == (not mixes)
     run(progress, [], [[2, 3]])  # the same keys in one batch: nothing is lost
     assert remaining([[1, 0], [2, 3]], progress.done(), mixes) == []
 
