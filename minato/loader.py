@@ -721,6 +721,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             "_minato_engines": engines,
             "_minato_history": history,
             "_minato_open_iterators": [],
+            "_iterator": None,
         }
         fresh["sampler"], fresh["batch_sampler"] = with_own_epochs(self.sampler, self.batch_sampler)
         return {**self.__dict__, **fresh, "_minato_position": copy.copy(self._minato_position)}

@@ -185,8 +185,10 @@ def test_loading_nothing_means_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copied_loader_knows_its_epoch_and_no_iterator(copied: Any) -> None:
-    loader = make(shuffle=True, seed=2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_copied_loader_knows_its_epoch_and_no_iterator(copied: Any, num_workers: int) -> None:
+    stays = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    loader = make(shuffle=True, seed=2, workers="thread", **stays)
     epochs = [indices(loader) for _ in range(3)]
     loader.set_epoch(1)
     iterator = iter(loader)
@@ -447,6 +449,15 @@ def test_a_sampler_that_gives_another_order_is_refused() -> None:
             iter(loader)
     _, state = begun(make(sampler=Rolling(SIZE)), 0)
     assert sorted(flat(indices(resumed(state, make(sampler=Rolling(SIZE)))))) == list(range(SIZE))
+
+
+def test_batches_of_another_size_that_nobody_sees_are_refused() -> None:
+    def loader(size: int) -> Any:
+        return make(11, batch_size=1, batch_sampler=data.BatchSampler(range(11), size, False))
+
+    _, state = begun(loader(6), 1)
+    with pytest.raises(ValueError, match="or other batches of them, .* the same batch size"):
+        iter(resumed(state, loader(7)))
 
 
 # ---- datasets with a state
