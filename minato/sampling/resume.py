@@ -171,6 +171,7 @@ class SamplerState:
                 return iterator  # type: ignore[no-any-return]
             known = (*DRAWS_NOTHING, *DRAWS_AT_FIRST)
             once = all(is_exactly(sampler, known) for sampler in self.samplers)
+            once &= not any(given is torch.default_generator for given in self._given)
             return drawn_apart(lambda: iterator, _kept_torch(), once, _kept_torch)
         finally:
             torch.default_generator.set_state(outside)

@@ -67,6 +67,11 @@ SAMPLERS: dict[str, Any] = {
     "with replacement": lambda: {
         "sampler": data.RandomSampler(Numbers(SIZE), replacement=True, num_samples=70)
     },
+    "torch's generator by name": lambda: {
+        "sampler": data.RandomSampler(
+            Numbers(SIZE), replacement=True, num_samples=70, generator=torch.default_generator
+        )
+    },
     "seeded": lambda: {"shuffle": True, "seed": 9},
     "distributed": lambda: {"sampler": data.DistributedSampler(Numbers(SIZE), 2, 1, seed=5)},
     "batches": lambda: {
