@@ -466,7 +466,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             raise TypeError("epoch=None: give an integer")
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"epoch={number} is not possible: give an integer of 64 bits")
-        set_sampler_epoch(nested(index_sampler(self)), epoch)
+        set_sampler_epoch(nested(index_sampler(self)), number)
         self._minato_position.set_epoch(number)
 
     @made_only

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import DistributedSampler
 
 import minato
 from minato import (
@@ -419,6 +420,9 @@ def test_options_take_integers(make: Callable[[int], Any]) -> None:
     loader.set_epoch(make(3))
     expected.set_epoch(3)
     assert torch.cat(list(loader)).tolist() == torch.cat(list(expected)).tolist()
+    dealt: Any = DistributedSampler(Numbers(8), 1, 0)
+    DataLoader(Numbers(8), 4, sampler=dealt).set_epoch(make(3))
+    assert type(dealt.epoch) is int  # torch's generators take no other
     assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
     assert ErrorPolicy("skip", max_failures=make(3)).max_failures == 3
     scale = minato.AutoScale(min=make(2), max=make(2), start=make(2))
