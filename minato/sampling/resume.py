@@ -210,7 +210,8 @@ class SamplerState:
         """Return the present states. Between epochs, they decide the order of the next one."""
         # torch's default generator belongs to the program.
         own = [None, *self._generator_states()[1:]]
-        return {"before_iter": own, "samplers": self._sampler_states()}
+        idle = {"before_iter": own, "before_first": None, "iterator": None, "epoch": None}
+        return {**idle, "samplers": self._sampler_states()}
 
     def taken(self) -> dict[str, Any]:
         """Return the states that were taken, or raise what ``state_dict()`` of a sampler or its iterator raised."""
@@ -428,9 +429,7 @@ class LoaderState:
             rank, ranks = plain["loader"]["ranks"]
             own = range(rank, len(readers["each"]), ranks)
             readers["each"] = [one if i in own else None for i, one in enumerate(readers["each"])]
-        if self.finished:
-            del plain["base_seed"], plain["drawn_epoch"], plain["earlier"]
-            return plain
+        # At any moment with the same names: torch.distributed.checkpoint loads what it finds in a new loader's state.
         tallies = {"delivered": list(done.delivered), "skipped": list(done.skipped)}
         ranges = [list(pair) for pair in done.ranges]
         return {**plain, "done": {"ranges": ranges, "batches": done.batches, **tallies}}

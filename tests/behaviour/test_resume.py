@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from torch.utils import data
 
 from minato import DataLoader
@@ -849,3 +850,19 @@ def test_data_pipes_are_refused() -> None:
 def test_the_same_as_torchdatas_loader() -> None:
     pytest.importorskip("torchdata")
     assert run("stateful.py", timeout_s=230) == "90\n"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable:UserWarning")
+@pytest.mark.parametrize("batches", [0, 3, None])
+def test_a_loader_in_a_checkpoint_of_torch_distributed(batches: int | None, tmp_path: Path) -> None:
+    def loader() -> Any:
+        return make(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    first = loader()
+    iterator = iter(first)
+    plain(itertools.islice(iterator, batches))
+    checkpoint.save({"loader": first}, checkpoint_id=tmp_path)
+    later = loader()
+    checkpoint.load({"loader": later}, checkpoint_id=tmp_path)
+    assert saved(later) == saved(first)
+    assert plain(later) == plain(iterator if batches is not None else first)
