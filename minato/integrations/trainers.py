@@ -218,5 +218,4 @@ def _batches_done(loader: Any) -> int:
     """Batches of the newest iterator's epoch, with those before its state; 0 for loaders of others."""
     if not hasattr(loader, "_minato_rebuilt"):
         return 0
-    state = loader.state_dict()
-    return 0 if state["finished"] else int(state["done"]["batches"])
+    return int(loader.state_dict()["done"]["batches"])

@@ -191,7 +191,7 @@ def check_same_step(state: PlainState, *, batches: bool) -> None:
 
     ``batches``: whether the ranks' batches may be of different sizes, if the sampler says which.
     """
-    dealing, done = state["loader"]["dealing"], state.get("done") or {"ranges": []}
+    dealing, done = state["loader"]["dealing"], state["done"]
     rank, ranks = dealing["rank"], dealing["count"]
     is_prefix = [first for first, _ in done["ranges"]] in ([], [0]) and dealing["together"] == 1
     is_strict = state["loader"]["order"] == "strict" and is_prefix
@@ -219,13 +219,12 @@ def check_owned(state: PlainState) -> None:
 def of_all_ranks(state: PlainState) -> PlainState:
     """Return the state of one rank as that of all, which had as many batches; ValueError: it does not say what."""
     check_same_step(state, batches=False)
-    merged = without_rank(state)
-    if done := state.get("done"):
-        dealing, ranges = state["loader"]["dealing"], tuple(map(tuple, done["ranges"]))
-        parts = tuple(Part(rank, 1, ranges) for rank in range(dealing["count"]))
-        tallies = done["delivered"], done["skipped"], dealing["rank"]
-        stage = Stage(dealing["count"], dealing["batch_size"], parts, *tallies)
-        merged["earlier"] += [stage.to_plain()] * bool(ranges)
+    merged, done, dealing = without_rank(state), state["done"], state["loader"]["dealing"]
+    ranges = tuple(map(tuple, done["ranges"]))
+    parts = tuple(Part(rank, 1, ranges) for rank in range(dealing["count"]))
+    tallies = done["delivered"], done["skipped"], dealing["rank"]
+    stage = Stage(dealing["count"], dealing["batch_size"], parts, *tallies)
+    merged["earlier"] += [stage.to_plain()] * bool(ranges)
     return merged
 
 
@@ -234,8 +233,7 @@ def without_rank(state: PlainState) -> PlainState:
     merged = copy.deepcopy(state)
     merged["loader"] |= {"place": None, "sampler_length": None}
     merged["loader"]["dealing"] |= {"rank": None, "count": None}
-    if "done" in merged:
-        merged["done"] = {"ranges": [], "batches": 0, "delivered": [0, 0], "skipped": [0, 0]}
+    merged["done"] = {"ranges": [], "batches": 0, "delivered": [0, 0], "skipped": [0, 0]}
     return merged
 
 

@@ -127,13 +127,13 @@ def _shared_facts(state: PlainState) -> PlainState:
     shared["that epoch"] = "ended" if state["finished"] else "in flight"
     shared["the epoch of the sampler"] = state["draw"].get("epoch")
     shared["the batch size of a rank"] = dealing["batch_size"]
-    shared["what other numbers of ranks did before"] = state.get("earlier")
+    shared["what other numbers of ranks did before"] = state["earlier"]
     return shared
 
 
 def _steps(state: PlainState) -> PlainState:
     """How many batches a rank had, where one state stands for all."""
-    return {} if state["finished"] else {"the number of its batches": state["done"]["batches"]}
+    return {"the number of its batches": state["done"]["batches"]}
 
 
 def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
@@ -166,10 +166,7 @@ def _merged_indices(by_rank: dict[int, PlainState]) -> PlainState:
     """The states of ranks that each have a part of the indices of a map-style dataset."""
     for state in by_rank.values():
         check_owned(state)
-    merged = without_rank(by_rank[0])
-    if merged["finished"]:
-        return merged
-    stage = _stage(by_rank)
+    merged, stage = without_rank(by_rank[0]), _stage(by_rank)
     if any(part.ranges for part in stage.parts):
         merged["earlier"].append(stage.to_plain())
     return merged

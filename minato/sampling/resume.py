@@ -128,7 +128,8 @@ class SamplerState:
             self._generators, self._stateful = before._generators, before._stateful
             self._needs_default = before._needs_default
         self.num_generators, self.num_stateful = len(self._generators) - 1, len(self._stateful)
-        self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
+        names = ("epoch", "before_iter", "before_first", "iterator")
+        self._state: dict[str, Any] = dict.fromkeys(names)
         self._error: ExceptionWrapper | None = None
 
     def before_iter(self) -> None:
@@ -210,8 +211,7 @@ class SamplerState:
         """Return the present states. Between epochs, they decide the order of the next one."""
         # torch's default generator belongs to the program.
         own = [None, *self._generator_states()[1:]]
-        idle = {"before_iter": own, "before_first": None, "iterator": None, "epoch": None}
-        return {**idle, "samplers": self._sampler_states()}
+        return {**self._state, "before_iter": own, "samplers": self._sampler_states()}
 
     def taken(self) -> dict[str, Any]:
         """Return the states that were taken, or raise what ``state_dict()`` of a sampler or its iterator raised."""
@@ -454,7 +454,7 @@ class LoaderState:
         with at_epoch(spec.index_sampler, epoch if _is_int64(epoch) else None):
             mine = signature(spec, draw)
         _check_signature(plain["loader"], mine)
-        parts = check_parts(plain)
+        check_parts(plain)
         if spec.streams:
             _check_stream(plain, mine["stream"], spec.rereads)
         stands_for_all = not plain["finished"] and _is_of_another_rank(plain["loader"], mine)
@@ -470,10 +470,10 @@ class LoaderState:
                 f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {copies}: "
                 "which worker gives which samples of such a dataset depends on their number, so use the same"
             )
-        found = copy.deepcopy({name: plain[name] for name in ("loader", *parts)})
+        found = copy.deepcopy({name: plain[name] for name in ("loader", *_PARTS)})
         if spec.streams:
             _keep_share(found, spec)
-        found["earlier"] = stages = tuple(map(Stage.of, found.get("earlier", ())))
+        found["earlier"] = stages = tuple(map(Stage.of, found["earlier"]))
         if (done := found.get("done")) is not None:
             ranges = tuple((first, end) for first, end in done["ranges"])
             tallies = Tally(*done["delivered"]), Tally(*done["skipped"])
@@ -582,15 +582,13 @@ def _warn_of_another_rank(theirs: list[int] | None, mine: list[int] | None) -> N
     )
 
 
-def check_parts(plain: PlainState) -> Iterable[str]:
-    """Return the names of a state's parts; ValueError: one is missing or damaged, and which."""
-    parts = {**_ALWAYS, **({} if plain.get("finished") is True else _UNFINISHED)}
-    for name, fits in parts.items():
+def check_parts(plain: PlainState) -> None:
+    """Raise ValueError if a part of a state is missing or damaged; it says which."""
+    for name, fits in _PARTS.items():
         if name not in plain:
             raise ValueError(f"the state is damaged: it has no {name!r}")
         if not fits(plain[name]):
             raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(plain[name])}")
-    return parts
 
 
 def check_family(plain: dict[str, object]) -> None:
@@ -786,18 +784,15 @@ def _is_part(value: object, ranks: int) -> bool:
     )
 
 
-_ALWAYS: dict[str, Callable[[Any], bool]] = {
+_PARTS: dict[str, Callable[[Any], bool]] = {
     "epoch": _is_int64,
     "finished": _is_bool,
     "draw": _is_dict,
     "dataset_states": _are_dataset_states,
     "readers": _are_readers,
-}
-"""Parts of any state, and their checks; the states of samplers and datasets are theirs."""
-_UNFINISHED: dict[str, Callable[[Any], bool]] = {
     "base_seed": _is_int64,
     "drawn_epoch": _is_int64,
     "done": _is_done,
     "earlier": _are_stages,
 }
-"""Parts of a state in the middle of an epoch."""
+"""Parts of a state, and their checks; the states of samplers and datasets are theirs."""
