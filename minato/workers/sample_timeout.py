@@ -28,6 +28,8 @@ __all__ = ["RunningSamples", "SampleWatchdog", "StackFile"]
 
 _LOOKS = 4
 """Checks of a sample within its limit."""
+_LONGEST_S = 3600.0
+"""Between two looks: no system call waits for ever, and a limit may be infinite."""
 _STACK_S = 1.0
 """How long a process may take to write its stack; a stopped process never does."""
 _WRITTEN_S = 0.2
@@ -93,7 +95,7 @@ class SampleWatchdog:
     @property
     def interval_s(self) -> float:
         """Interval between two calls of ``end_overdue``."""
-        return self.limit_s / _LOOKS if self._requested is None else _POLL_S
+        return min(self.limit_s / _LOOKS, _LONGEST_S) if self._requested is None else _POLL_S
 
     def restart_timers(self) -> None:
         """Restart the time limit of all running samples, because all processes were stopped for a while."""

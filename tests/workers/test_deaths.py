@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import random
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, ErrorPolicy
 from minato.scheduling import dispatcher
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers import supervision
@@ -115,16 +116,21 @@ def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     assert under_fire == [content(quiet) for _ in range(2)]
 
 
-@pytest.mark.parametrize("child", [False, True], ids=["alone", "a child of it lives on"])
+@pytest.mark.parametrize(
+    ("child", "limit_s"),
+    [(False, None), (True, None), (False, math.inf)],
+    ids=["alone", "a child of it lives on", "without end"],
+)
 def test_a_death_wakes_whoever_waits(
-    child: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    child: bool, limit_s: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The consumer does not look again and again: it would wait for an hour here."""
     monkeypatch.setattr(dispatcher, "_LIVENESS_S", 3600.0)
+    errors = ErrorPolicy(sample_timeout=limit_s)
     dataset = DeadlyOnce(80, tmp_path / "mark", child)
     try:
         with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-            found = content(DataLoader(dataset, 4, num_workers=1, seed=0))
+            found = content(DataLoader(dataset, 4, num_workers=1, seed=0, errors=errors))
         assert sorted(found) == list(range(80))
     finally:
         if child:
