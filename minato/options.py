@@ -162,7 +162,7 @@ def _percentile(name: str, value: object) -> Any:
 
 def _path(name: str, value: Any) -> str | None:
     try:
-        return None if value is None else os.fspath(value)
+        return None if value is None else os.fsdecode(value)
     except TypeError:
         raise _wrong_type(name, value, "give a path") from None
 
@@ -268,9 +268,10 @@ def parse_address(value: int | str, name: str = "metrics") -> tuple[str, int]:
 
 
 def _metrics(name: str, value: Any) -> Any:
-    if value is None or isinstance(value, tuple):
+    if value is None:
         return value
-    address = parse_address(value, name)
+    is_pair = isinstance(value, tuple) and len(value) == 2  # as a copy of these options has it
+    address = parse_address("{}:{}".format(*value) if is_pair else value, name)
     if importlib.util.find_spec("prometheus_client") is None:
         raise missing(f"{name}={text_of(value)}", "prometheus_client", "metrics")
     return address
@@ -1340,6 +1341,6 @@ def _advice_on_name(name: str, names: Iterable[str], told: str) -> str:
 def _advice_on_number(name: str, value: object) -> str:
     others = (", 'auto' or an AutoScale", ("auto",)) if name == "num_workers" else ("", ())
     kind, nearest = type_name(value), did_you_mean(value, others[1])
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):
         nearest = f"; did you mean {name}={int(float(cast(str, value)))}?"
     return f"{name}={text_of(value)} is of type {kind}: give a number{others[0]}{nearest}"

@@ -127,6 +127,11 @@ def test_an_amount_of_memory() -> None:
         assert options(memory_budget=given).memory_budget == nbytes
 
 
+def test_a_path_is_a_string() -> None:
+    paths = Record(b"file").path, Replay(Path("file")).path, Observe(trace=b"file").trace  # type: ignore[arg-type]
+    assert paths == ("file",) * 3
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -256,5 +261,8 @@ def test_metrics_need_stats() -> None:
         Observe(metrics=9000, stats=False)
     with pytest.raises(ValueError, match="metrics='here' is no port: .*'0.0.0.0:9100'"):
         Observe(metrics="here")
-    assert Observe(metrics="[::1]:9000").metrics == ("::1", 9000)
+    with pytest.raises(ValueError, match=r"metrics=\('here',\) is no port"):
+        Observe(metrics=("here",))  # type: ignore[arg-type]
+    for given in ("[::1]:9000", ("::1", 9000)):
+        assert Observe(metrics=given).metrics == ("::1", 9000)
     assert not options(observe=False).observe.stats

@@ -6,6 +6,7 @@ them, in few lines, and raises what torch raises. A row says whether torch's tex
 
 from __future__ import annotations
 
+import math
 import mmap
 import multiprocessing
 import os
@@ -209,6 +210,7 @@ NAMES = {
 VALUES = {  # those of which torch tells as much are in test_arguments.py
     "batch_size text": row("batch_size='4'", "str", "batch_size=4?", batch_size="4"),
     "batch_size float": row("batch_size=4.0", "float", "batch_size=4?", batch_size=4.0),
+    "batch_size infinite": row("batch_size=inf", "give a number", batch_size=math.inf),
     "num_workers text": row("num_workers='2'", "num_workers=2?", num_workers="2"),
     "num_workers automatic": row(
         "num_workers='automatic'", "did you mean 'auto'?", num_workers="automatic"
