@@ -103,10 +103,10 @@ def _file(script: str) -> tuple[ModuleType, CodeType]:
         return _of(spec, "")
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # of a compiled file
+        content = file.read()  # once: it may be a pipe
+    code = pkgutil.read_code(io.BytesIO(content))  # of a compiled file
     if code is None:
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+        code = compile(content, path, "exec", dont_inherit=True)
     module = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader)

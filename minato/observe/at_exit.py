@@ -54,12 +54,19 @@ class _AtExit:
             try:
                 write_atomically(self.path, _content(reports, self.dropped, self.path.suffix))
             except OSError as error:
-                print(f"minato: MINATO_REPORT={self.path}: {error}", file=sys.stderr)
+                _tell(f"{_TEXT}MINATO_REPORT={self.path}: {error}\n")
         if self.prints and local_rank() == 0 and (reports or self.says_none):
-            print(f"\n{_text(reports, self.dropped, full=self.full)}", file=sys.stderr, end="")
+            _tell(f"\n{_text(reports, self.dropped, full=self.full)}")
 
 
 _at_exit = _AtExit()
+
+
+def _tell(text: str) -> None:
+    if (
+        sys.stderr is not None
+    ):  # else it is closed, and print() would take the program's standard output
+        print(text, file=sys.stderr, end="")
 
 
 def _of_this_process() -> _AtExit:

@@ -116,6 +116,12 @@ def test_the_loader_that_was_waited_for_most_is_last(tmp_path: Path) -> None:
     assert "\n  waiting " in full.rpartition("\n\n")[2]
 
 
+def test_a_script_from_a_pipe_and_without_stderr_has_its_output_alone(tmp_path: Path) -> None:
+    source = "import sys; sys.stderr = None; print(__name__)"
+    done = python(*RUN, "/dev/stdin", cwd=tmp_path, given=source)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "__main__\n", "")
+
+
 @pytest.mark.slow
 def test_a_module_runs(folder: Path) -> None:
     job = folder / "job"
