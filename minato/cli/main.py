@@ -144,9 +144,12 @@ def _profile(options: argparse.Namespace) -> None:
     mine.watch_gpus()
     _warm_up()
     load = psutil.getloadavg()[0]
-    seconds = {"minato": _timed(mine, options.batches, step_s)}
+    taken_s, batches = _timed(mine, options.batches, step_s)
+    seconds = {"minato": taken_s}
     if theirs is not None:
-        seconds["torch"] = _timed(theirs, options.batches, step_s)
+        taken_s, others = _timed(theirs, options.batches, step_s)
+        if others == batches:  # a sampler or dataset may be an iterator, which minato has emptied
+            seconds["torch"] = taken_s
     report = mine.report()
     if options.json:
         print(json.dumps({**report.to_dict(), "comparison_s": seconds}))
@@ -177,11 +180,13 @@ def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
     return TorchDataLoader(**arguments)
 
 
-def _timed(loader: Iterable[object], batches: int | None, step_s: float) -> float:
-    start_ns = now_ns()
-    for _ in itertools.islice(loader, batches):
+def _timed(loader: Iterable[object], most: int | None, step_s: float) -> tuple[float, int]:
+    """How long an epoch takes, or its first ``most`` batches, and their number."""
+    start_ns, batches = now_ns(), 0
+    for _ in itertools.islice(loader, most):
+        batches += 1
         time.sleep(step_s)  # like a step on a GPU, which leaves the CPU idle
-    return (now_ns() - start_ns) / 1e9
+    return (now_ns() - start_ns) / 1e9, batches
 
 
 # ---- functions that the user names: module:function or file.py:function ---------------------
