@@ -384,13 +384,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Args:
             loader: Stays as it is; its dataset, samplers and generator are shared. If it is one of this class, the new
                 one has its options too.
-            arguments: More arguments of this class, which go before those of ``loader``. Without ``prefetch_factor``,
-                torch's default of 2 does not bound the prefetch window.
+            arguments: More arguments of this class, which go before those of ``loader``: a sampler also before its
+                ``shuffle``, and ``num_workers=0`` before those about workers. Without ``prefetch_factor``, torch's
+                default of 2 does not bound the prefetch window.
 
         Raises:
             ValueError, TypeError: As the constructor.
         """
-        return cls(**{**torch_arguments(loader), **arguments})
+        given = torch_arguments(loader)
+        for name, others in _INSTEAD.items():
+            value = arguments.get(name)
+            if value is not None and (name != "num_workers" or value == 0):
+                for each in others:
+                    given.pop(each, None)
+        return cls(**{**given, **arguments})
 
     def __enter__(self) -> Self:
         return self
@@ -1123,6 +1130,12 @@ _ALIKE = (
     *("persistent_workers", "pin_memory_device", "in_order"),
 )
 """torch's arguments that are attributes of a loader."""
+_INSTEAD = {
+    "sampler": ("shuffle",),
+    "batch_sampler": ("shuffle", "sampler", "batch_size", "drop_last"),
+    "num_workers": ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"),
+}
+"""Arguments with which torch allows no others; ``num_workers`` where it is 0."""
 
 
 def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dict[str, Any]:
@@ -1140,6 +1153,10 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
     if ours and own:
         mine = cast("DataLoader[Any]", loader)
         given.update(mine._minato_given)
+        collate: Any = mine.collate_fn
+        is_ours = issubclass(type(collate), TransformingCollate)
+        if is_ours and collate.transforms is mine._minato_transforms:  # transforms= has them
+            given["collate_fn"] = collate.collate_fn
         if mine._minato_options.begins_next_epoch:
             given["persistent_workers"] = NEXT_EPOCH
     unbound = isinstance(given["prefetch_factor"], Unbound)

@@ -263,6 +263,14 @@ def test_a_loader_of_torchs_is_taken_over(arguments: dict[str, Any]) -> None:
     assert seeded[0] == seeded[1]
 
 
+@pytest.mark.parametrize("given", [{"sampler": [1, 2]}, {"batch_sampler": [[1, 2]]}])
+def test_a_sampler_and_no_workers_take_the_place_of_a_loaders(given: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {"prefetch_factor": 5, "persistent_workers": True, "timeout": 60}
+    torchs = TorchLoader(Numbers(8), 2, shuffle=True, num_workers=1, **parts)
+    loader: Any = DataLoader.from_torch(torchs, num_workers=0, **given)
+    assert indices(loader) == [[1, 2]]
+
+
 @pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
 @pytest.mark.parametrize("make", [TorchLoader, DataLoader])
 def test_a_sampler_of_something_else_than_the_dataset_is_taken_over(make: Any, kind: Any) -> None:

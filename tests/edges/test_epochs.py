@@ -386,6 +386,8 @@ def test_from_torch_keeps_the_options_of_our_loader() -> None:
     assert sorted(map(str, drawn(other))) == sorted(map(str, drawn(loader)))
     plain = DataLoader.from_torch(loader, errors="raise", seed=None, prefetch_factor=4)
     assert (plain.errors, plain.seed, plain.prefetch_factor) == ("raise", None, 4)
+    changed = DataLoader.from_torch(DataLoader(range(3), 3, transforms=[str]), transforms=None)
+    assert [batch.tolist() for batch in changed] == [[0, 1, 2]]
 
 
 # ---- set_epoch between iter() and the first next() ------------------------------------------------
