@@ -11,12 +11,13 @@ import functools
 import gc
 import itertools
 import sys
+import threading
 import types
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import repeat
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -125,9 +126,10 @@ class Kind:
 
     Attributes:
         container: Its base among dict, list, tuple and deque, or None.
+        has_parts: Whether :func:`parts_of` may name something in its instances.
     """
 
-    __slots__ = ("_dict_of", "_has_parts", "_is_in_python", "_slots", "container", "kind")
+    __slots__ = ("_dict_of", "_is_in_python", "_slots", "container", "has_parts", "kind")
 
     def __init__(self, kind: type) -> None:
         # Its id stands for it as long as this object lives.
@@ -135,8 +137,8 @@ class Kind:
         self.container: Any = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         self._dict_of: Callable[[Any], Any] | None = None
         self._slots: list[tuple[str, types.MemberDescriptorType]] = []
-        self._has_parts = issubclass(kind, _WITH_PARTS)
-        self._is_in_python = not (self._has_parts or self.container)
+        self.has_parts = issubclass(kind, _WITH_PARTS)
+        self._is_in_python = not (self.has_parts or self.container)
         for one in mro_of(kind):
             self._is_in_python &= one is object or bool(_flags_of(one) & _HEAP_TYPE)
             held = vars_of(one)
@@ -146,6 +148,8 @@ class Kind:
             if "__slots__" in held:  # a class in C has members that show how it works
                 slot = types.MemberDescriptorType
                 self._slots += [each for each in list(held.items()) if type(each[1]) is slot]
+        if kind is threading.local:  # its method of access makes a __dict__ for each thread
+            self._dict_of, self._is_in_python = attrgetter("__dict__"), False
 
     @property
     def has_attributes(self) -> bool:
@@ -190,7 +194,7 @@ class Kind:
             read: Callable[[object], Iterable[object]]
             read = dict.values if base is dict else base.__iter__  # type: ignore[assignment]
             values += read(thing)
-        if self._has_parts:
+        if self.has_parts:
             values += [part for _, part in parts_of(thing)]
         if (held := self.dict_of(thing)) is not None:
             values += dict.values(held)
@@ -407,7 +411,7 @@ class Search:
             self._look_at_class(kind.kind)
             if self._finds(kind):
                 self._wanted.add(key)
-            elif not (kind.container or kind.has_attributes or kind.kind is types.MethodType):
+            elif not (kind.container or kind.has_attributes or kind.has_parts):
                 self._plain.add(key)
                 return None
         return kind
@@ -556,6 +560,9 @@ def parts_of(thing: object) -> Iterator[tuple[str, Any]]:
     if type(thing) is types.MethodType:
         yield ".__self__", thing.__self__
         yield ".__func__", thing.__func__
+    elif type(thing) is types.BuiltinMethodType:
+        if not is_exactly(thing.__self__, (types.ModuleType, types.NoneType)):  # else a function
+            yield ".__self__", thing.__self__
     elif type(thing) is types.FunctionType:
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
             with suppress(ValueError):  # not yet set
@@ -689,7 +696,8 @@ def failing_part(
 
 
 _WITH_PARTS = (
-    *(types.MethodType, types.FunctionType, functools.partial, defaultdict),
+    *(types.MethodType, types.BuiltinMethodType, types.FunctionType),
+    *(functools.partial, defaultdict),
     *(staticmethod, classmethod, property, functools.cached_property),
 )
 _PARTIAL = {name: vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords")}

@@ -38,7 +38,7 @@ from minato.transforms.rng_memory import MemoryGenerator, own_generator
 __all__ = ["OwnedGenerators"]
 
 _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndarray, np.generic)
-_OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, types.BuiltinFunctionType)
+_OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType)
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _MOST_MISSED = 2

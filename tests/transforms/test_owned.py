@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pickle
 import random
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -188,7 +190,11 @@ def test_where_generators_are_found() -> None:
     assert paths(functools.partial(print, 1, key=one)) == ["it.keywords['key']"]
     assert paths(defaultdict(functools.partial(print, one))) == ["it.default_factory.args[0]"]
     assert paths(SimpleNamespace(a=one)) == ["it.a"]
-    assert paths(functools.partial(one.random)) == []  # a method of the C type
+    assert paths(functools.partial(one.random)) == ["it.func.__self__"]
+    assert paths([math.sqrt, dict.fromkeys, print]) == []
+    here_only = threading.local()
+    here_only.rng = one
+    assert paths(Holder(a=here_only)) == ["it.a.rng"]
     assert paths(Holder(rng=one).__init__) == ["it.__self__.rng"]
     assert paths(closing_over(one)) == ["it.generator", f"{here}.MODULES_OWN"]
     assert paths(Slotted()) == [f"{here}.Slotted.shared", f"{here}.MODULES_OWN", "it.generator"]
