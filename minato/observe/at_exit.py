@@ -23,7 +23,7 @@ from minato.observe.text import BEGINS, format_value, page
 __all__ = ["MOST_LOADERS", "keep", "print_at_exit", "write_at_exit"]
 
 MOST_LOADERS = 32
-"""The reports of the latest loaders are kept: a program may make one for each epoch."""
+"""The reports of the loaders that were used last are kept: a program may make one for each epoch."""
 _TEXT, _JSON = "minato: ", '{"minato_reports": '
 
 
@@ -37,7 +37,7 @@ class _AtExit:
     says_none: bool = True
     path: Path | None = None
     refused: bool = False
-    kept: dict[int, Callable[[], Report]] = field(default_factory=dict)
+    kept: dict[EpochLog, Callable[[], Report]] = field(default_factory=dict)
     dropped: int = 0
 
     @property
@@ -112,9 +112,10 @@ def keep(setup: Setup, steps: Sequence[str], log: EpochLog) -> None:
     """Keep what the report of a loader needs, which is neither the loader nor its dataset, until the process ends."""
     if not _at_exit.active:
         return
-    _at_exit.kept[id(log)] = partial(report_of, setup, tuple(steps), log)
+    _at_exit.kept[log] = partial(report_of, setup, tuple(steps), log)
     if len(_at_exit.kept) > MOST_LOADERS:
-        del _at_exit.kept[next(iter(_at_exit.kept))]
+        *others, _ = _at_exit.kept  # the new one begins only now
+        del _at_exit.kept[min(others, key=lambda each: each.active_ns)]
         _at_exit.dropped += 1
 
 

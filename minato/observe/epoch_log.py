@@ -331,6 +331,12 @@ class EpochLog(Observer):
         total += self._ended.forgotten
         return total
 
+    @property
+    def active_ns(self) -> int:
+        """When something last happened in it; 0: nothing has."""
+        ended_ns = [each.ended_ns for each in self._ended.records[-1:]]
+        return max([*ended_ns, *(each.active_ns for each in self._running)], default=0)
+
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> RunningEpoch:
         known = None
         if not _holds(self._sources, source):

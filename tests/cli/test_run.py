@@ -164,12 +164,22 @@ def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, ran
         assert [each["run"]["throughput"]["samples"] for each in reports] == [8, 8]
 
 
+MANY = """
+from minato import DataLoader, Observe
+train = DataLoader(range(8), 4, observe=Observe(name="train"))
+for epoch in range(33):
+    list(train)
+    list(DataLoader(range(8), 4))
+"""
+
+
 @pytest.mark.slow
-def test_a_report_in_text_names_loaders_that_are_not_shown(tmp_path: Path) -> None:
-    done = job(tmp_path, plain("range(34)"), MINATO_REPORT="report.txt")
+def test_a_report_in_text_has_the_loaders_that_were_used_last(tmp_path: Path) -> None:
+    done = job(tmp_path, MANY, MINATO_REPORT="report.txt")
     text = (tmp_path / "report.txt").read_text()
     assert (done.returncode, text.count("minato: loader ")) == (0, 32)
     assert text.startswith("minato: 2 earlier loaders are not shown\n")
+    assert "minato: loader 'train', 33 epochs\n" in text
 
 
 @pytest.mark.slow
