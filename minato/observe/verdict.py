@@ -35,6 +35,8 @@ _ON_CORE = 0.2
 """… if they need a core for at least this share of their time."""
 _MARGIN = 1.2
 """Factor on the number of workers that just suffices: costs vary."""
+_FROM_WORKER_S = 1e-4
+"""About what it takes the training process to get a batch from a worker: cheaper batches are faster without."""
 _CHEAPER = 0.5
 """The cost of an optimized stage, relative to the present one."""
 _CHEAPER_READING = "Make its iterator cheaper: what transforms= does, all workers do."
@@ -239,6 +241,8 @@ def _most_workers(setup: Setup, run: Period) -> int:
 def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     workers = run.workers
     now = max(workers.count, 1)
+    if setup.num_workers == 0:
+        costs = dataclasses.replace(costs, transfer=costs.transfer + _FROM_WORKER_S)
     on_core = workers.on_core_share or 1.0
     own_share = workers.busy_s * on_core / max(run.throughput.wall_s * setup.cores, 1e-9)
     in_cluster = setup.worker_method == "ray"
@@ -259,7 +263,9 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         changes = {"fetch_concurrency": concurrency}
         speedup = costs.speedup(now, work)
         return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
-    if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
+    speedup = costs.speedup(wanted, start_factor=wanted / now)
+    helps = wanted > max(setup.num_workers, now) if setup.num_workers else speedup > 1 + _ENOUGH
+    if not crowded and helps:
         told: tuple[str, ...] = ()
         if in_cluster:
             told = ("Workers run in a cluster, which can run more of them if it has free cores.",)
@@ -269,7 +275,6 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
                 "more can run.",
             )
         largest, per_rank = _largest(run), math.ceil(wanted / setup.ranks)
-        speedup = costs.speedup(wanted, start_factor=wanted / now)
         summary, advice = "There are too few workers.", f"num_workers={per_rank}"
         if setup.is_stream and setup.readers is None:  # each worker reads, as with torch
             advice += (

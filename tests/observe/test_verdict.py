@@ -129,6 +129,9 @@ def test_workers_in_a_cluster_do_not_take_the_cores_of_this_machine() -> None:
 def test_no_workers_at_all() -> None:
     found = verdict({"num_workers": 0}, busy_s=9.0, workers=1)
     assert (found.bottleneck, found.changes) == ("workers", {"num_workers": 11})
+    # To get a batch of 0.1 ms from a worker takes as long as to load it.
+    cheap = verdict({"num_workers": 0}, busy_s=9.0, workers=1, batches=100_000)
+    assert (cheap.bottleneck, cheap.changes) == ("transform", None)
 
 
 @pytest.mark.parametrize(
