@@ -37,6 +37,8 @@ _MARGIN = 1.2
 """Factor on the number of workers that just suffices: costs vary."""
 _FROM_WORKER_S = 1e-4
 """About what it takes the training process to get a batch from a worker: cheaper batches are faster without."""
+_WITHOUT = 0.8
+"""The time without workers, relative to the present one, from which on they are not worth it."""
 _CHEAPER = 0.5
 """The cost of an optimized stage, relative to the present one."""
 _CHEAPER_READING = "Make its iterator cheaper: what transforms= does, all workers do."
@@ -143,6 +145,8 @@ def judge(setup: Setup, run: Period) -> Verdict:
         advice, changes = "Keep the workers: persistent_workers=True.", {"persistent_workers": True}
         speedup = wall_s / max(wall_s - later_s, 1e-9)
         return Verdict("start", summary, (started,), advice, changes, speedup)
+    if (found := _without_workers(setup, costs, (wall_s - first_s) / batches)) is not None:
+        return found
     if max(costs.pinned, costs.transfer) >= lost_s / batches / 2:
         return _transfer(run, costs)
     if not in_main_process and costs.reading >= _BUSY * costs.whole:
@@ -150,6 +154,21 @@ def judge(setup: Setup, run: Period) -> Verdict:
     if in_main_process or run.workers.busy_share >= _BUSY:
         return _workers_busy(setup, run, costs)
     return _workers_idle(setup, run, costs)
+
+
+def _without_workers(setup: Setup, costs: _Costs, steady_s: float) -> Verdict | None:
+    """Batches that the training process would load sooner than it gets them; ``steady_s``: from one to the next."""
+    alone_s = costs.serial + costs.work - costs.transfer + costs.pinning + costs.queueing
+    others = setup.worker_method == "ray" or setup.ranks > 1 or setup.reads_here
+    if setup.num_workers == 0 or others or setup.fetch_concurrency > 1:
+        return None
+    if alone_s >= _WITHOUT * steady_s:
+        return None
+    summary = "The bottleneck is the transfer of batches to the training process."
+    evidence = f"To load a batch takes {seconds(costs.work)}, less than to get it from a worker."
+    advice, changes = "Load in the training process: num_workers=0.", {"num_workers": 0}
+    speedup = costs.whole / max(alone_s, 1e-9)
+    return Verdict("transfer", summary, (evidence,), advice, changes, speedup)
 
 
 def _transfer(run: Period, costs: _Costs) -> Verdict:

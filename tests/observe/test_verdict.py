@@ -129,6 +129,13 @@ def test_workers_in_a_cluster_do_not_take_the_cores_of_this_machine() -> None:
 def test_no_workers_at_all() -> None:
     found = verdict({"num_workers": 0}, busy_s=9.0, workers=1)
     assert (found.bottleneck, found.changes) == ("workers", {"num_workers": 11})
+    # Workers that are slower than the training process by itself.
+    waste = verdict(busy_s=2.0, busy_share=0.1)
+    assert (waste.bottleneck, waste.changes) == ("transfer", {"num_workers": 0})
+    assert waste.speedup == pytest.approx(0.1 / 0.03)
+    shared = ({"ranks": 2}, {"fetch_concurrency": 2}, {"worker_method": "ray"})
+    for setup in shared:
+        assert verdict(setup, busy_s=2.0, busy_share=0.1).changes != waste.changes
     # To get a batch of 0.1 ms from a worker takes as long as to load it.
     cheap = verdict({"num_workers": 0}, busy_s=9.0, workers=1, batches=100_000)
     assert (cheap.bottleneck, cheap.changes) == ("transform", None)
