@@ -29,7 +29,7 @@ __all__ = ["RunningSamples", "SampleWatchdog", "StackFile"]
 _LOOKS = 4
 """Checks of a sample within its limit."""
 _LONGEST_S = 3600.0
-"""Between two looks: no system call waits for ever, and a limit may be infinite."""
+"""Between two looks: no system call takes an infinite time, which a limit may be."""
 _STACK_S = 1.0
 """How long a process may take to write its stack; a stopped process never does."""
 _WRITTEN_S = 0.2
