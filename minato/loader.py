@@ -54,8 +54,8 @@ from minato._system import environment
 from minato.checks import (
     check_platform,
     check_undivided,
-    check_whole,
     explain_dataset,
+    given_whole,
     path_in,
     refuse_class,
 )
@@ -468,9 +468,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         it; it is enough to call that of the sampler instead, where its number changes. The rest of an epoch whose state
         was loaded comes first, whatever is chosen here.
         """
-        number = check_whole("epoch", epoch, None)
-        if number is None:
-            raise TypeError("epoch=None: give an integer")
+        number = given_whole("epoch", epoch, None)
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"epoch={number} is not possible: give an integer of 64 bits")
         set_sampler_epoch(nested(index_sampler(self)), number)
