@@ -63,9 +63,8 @@ _at_exit = _AtExit()
 
 
 def _tell(text: str) -> None:
-    if (
-        sys.stderr is not None
-    ):  # else it is closed, and print() would take the program's standard output
+    # If it is closed, print() would take the program's standard output.
+    if sys.stderr is not None:
         print(text, file=sys.stderr, end="")
 
 
