@@ -48,7 +48,7 @@ from minato._support.objects import (
     path_of,
     vars_of,
 )
-from minato._support.pickling import ViewPickler
+from minato._support.pickling import ViewPickler, span_of
 from minato.errors import log
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def share(dataset: T) -> T:
         value = node.thing
         form: Any
         if type(value) is np.ndarray:
-            form, size = view_of(memory, value.dtype, layout, value.shape), value.size
+            start, strides = layout
+            form, size = view_of(memory, value.dtype, start, value.shape, strides), value.size
         else:
             kind = SharedDict if type(value) is dict else SharedList
             form, size = _attached(kind, memory, layout), len(value)
@@ -511,10 +512,17 @@ class _Writer:
         """Write a list, tuple, dictionary or array; returns its layout."""
         value, path = node.thing, path_of(node)
         if type(value) is np.ndarray:
-            return self._append(np.ascontiguousarray(value))
+            return self._array(value)
         if type(value) is dict:
             return self.table(value, path)
         return self.column(value, lambda i: f"{path}[{i}]")
+
+    def _array(self, array: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
+        """Write an array, and what its items share once; returns its start and, if they are kept, its strides."""
+        span, before = span_of(array)
+        if span.nbytes <= array.nbytes:
+            return self._append(span) + before, array.strides
+        return self._append(np.ascontiguousarray(array)), None
 
     def table(self, items: Mapping[K, object], path: str) -> _TableLayout:
         """Write a dictionary; ``path`` names it in errors."""

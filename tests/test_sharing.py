@@ -33,6 +33,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import minato
 from minato import DataLoader, SharedDict, SharedList, sharing
+from minato._core.read_only import shared_base
 from minato._core.segment import Segment
 from minato.engine import pools
 from tests.subprocesses import output
@@ -394,6 +395,19 @@ def test_a_view_costs_what_it_shows() -> None:
     shared: Any = minato.share([{"row": row} for row in rows])
     assert all(torch.equal(one["row"], row) for one, row in zip(shared, rows, strict=True))
     assert len(shared._memory.array) < 2 * 800_000
+    numbers = np.arange(20_000)
+    for view in (
+        np.lib.stride_tricks.sliding_window_view(numbers, 1000),
+        np.lib.stride_tricks.sliding_window_view(numbers[::-2], 100),
+        np.broadcast_to(np.float32(7), (1000, 1000)),
+        numbers.reshape(100, 200).T,
+    ):
+        array = minato.share(view)
+        assert np.array_equal(array, view)
+        assert array.strides == view.strides
+        memory = shared_base(array)
+        assert memory is not None
+        assert len(memory.memory.array) <= numbers.nbytes + 16
 
 
 def test_an_array_keeps_the_memory(num_segments: int) -> None:

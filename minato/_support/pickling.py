@@ -72,6 +72,7 @@ __all__ = [
     "named_as_worker",
     "pickled",
     "refuse_unguarded",
+    "span_of",
     "take_own_name",
 ]
 
@@ -561,6 +562,16 @@ class _Bytes:
         }
 
 
+def span_of(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """The bytes from the first to the last that an array sees, and where its first item begins there."""
+    sizes = zip(array.shape, array.strides, strict=True)
+    steps = [(n - 1) * step for n, step in sizes if array.size]
+    before = -sum(step for step in steps if step < 0)
+    nbytes = sum(map(abs, steps)) + array.itemsize * min(array.size, 1)
+    start = array.__array_interface__["data"][0] - before
+    return np.asarray(_Bytes(array, start, nbytes)), before
+
+
 def _reduce_exactly(array: np.ndarray) -> Any:
     """Pickle an array with its strides and its exact dtype, of which its own pickle does not keep all."""
     flags, dtype = array.flags, array.dtype
@@ -574,14 +585,10 @@ def _reduce_exactly(array: np.ndarray) -> Any:
     kept = whole and known and dtype.isnative and dtype.kind not in "mM"
     if type(array) is not np.ndarray or dtype.hasobject or kept:
         return NotImplemented
-    sizes = zip(array.shape, array.strides, strict=True)
-    steps = [(n - 1) * step for n, step in sizes if array.size]
-    before = -sum(step for step in steps if step < 0)
-    nbytes = sum(map(abs, steps)) + array.itemsize * min(array.size, 1)
-    if nbytes > 2 * array.nbytes and nbytes > _SPARSE_BYTES:
+    span, before = span_of(array)
+    if span.nbytes > 2 * array.nbytes and span.nbytes > _SPARSE_BYTES:
         return NotImplemented
-    start = array.__array_interface__["data"][0] - before
-    data = pickle.PickleBuffer(np.asarray(_Bytes(array, start, nbytes)))
+    data = pickle.PickleBuffer(span)
     kind = dtype if known else dtype.char
     return _strided_array, (data, kind, before, array.shape, array.strides, flags.writeable)
 
