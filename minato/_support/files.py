@@ -159,7 +159,7 @@ def write_atomically(
                 raise ValueError(
                     f"{str(target)!r} holds something else, and is left as it is: name another file"
                 )
-    unfinished = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+    unfinished = target.with_name(f".minato-{secrets.token_hex(8)}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(unfinished, flags, mode)

@@ -241,7 +241,7 @@ def test_an_order_from_a_pipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+    path = tmp_path / ("報" * 85)  # the longest name that a directory holds, in bytes
     write_atomically(path, "before")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "half \ud800")
@@ -252,7 +252,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
             write_atomically(disk.path / "file", "x" * 100_000)
         assert (disk.path / "file").read_text() == "before"
         assert [each.name for each in disk.path.iterdir()] == ["file"]
-    assert {each.name for each in tmp_path.iterdir()} == {"file", "disk"}
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, "disk"}
 
 
 def test_a_mode_that_the_user_gave_stays(tmp_path: Path) -> None:
@@ -274,12 +274,12 @@ def test_names_of_unfinished_files_cannot_be_guessed(
         splits(path)
         splits(path)
     names = {os.fspath(call.args[0]) for call in opened.mock_calls}
-    made = {name for name in names if "/.splits.json." in name}
+    made = {name for name in names if "/.minato-" in name}
     assert len(made) == 2
-    assert not any(str(os.getpid()) == name.rpartition(".")[2] for name in made)
+    assert not any(str(os.getpid()) == name.rpartition("-")[2] for name in made)
     # And one that was guessed is not written through.
     monkeypatch.setattr("secrets.token_hex", lambda nbytes: "guessed")
-    (tmp_path / ".splits.json.guessed").symlink_to(victim)
+    (tmp_path / ".minato-guessed").symlink_to(victim)
     with pytest.raises(FileExistsError):
         splits(path)
     assert victim.read_text() == "important"
