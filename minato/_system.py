@@ -71,8 +71,9 @@ def memory_kills() -> int:
 
 
 def _memory_of_groups() -> Iterator[tuple[int, int]]:
-    """Limit in bytes of each control group of this process that has one, and its use without the page cache."""
-    # A program that reads files fills the group up to its limit with pages that the kernel drops when it needs room.
+    """Limit in bytes of each control group of this process that has one, and its use without the kernel's caches."""
+    # A program that reads files fills the group up to its limit with their pages, and with their names and inodes,
+    # which the kernel drops when it needs room.
     first = "memory.limit_in_bytes", "memory.usage_in_bytes"
     second = "memory.max", "memory.current"
     for folder, names, whole in (("", second, ""), ("memory", first, "total_")):
@@ -83,8 +84,8 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
 
 
 def _cached_bytes(group: str, whole: str) -> int:
-    """Bytes of the files that a control group keeps in memory; 0 where the kernel keeps no statistics."""
-    names, found = {f"{whole}active_file", f"{whole}inactive_file"}, 0
+    """Bytes that the kernel caches of files for a control group; 0 where it keeps no statistics."""
+    names, found = {f"{whole}active_file", f"{whole}inactive_file", "slab_reclaimable"}, 0
     with suppress(OSError):
         for line in text_of(f"{group}/memory.stat").splitlines():
             name, _, number = line.partition(" ")

@@ -85,8 +85,9 @@ def test_memory_in_the_first_version_of_control_groups(groups):
     assert (_system.memory_limit_bytes(), _system.available_memory_bytes()) == (9000, 7000)
 
 
-def test_files_in_the_page_cache_leave_memory_available(groups):
-    second = "anon 500\nfile 3600\nshmem 100\ninactive_file 3000\nactive_file 400\n"
+def test_what_the_kernel_caches_of_files_leaves_memory_available(groups):
+    second = "anon 500\nfile 3600\nshmem 100\ninactive_file 2000\nactive_file 400\n"
+    second += "slab_reclaimable 1000\nslab_unreclaimable 100\n"  # of the names and inodes of files
     files = {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat": second}
     groups(files, own="4:memory:/x\n0::/a\n")
     assert (_system.memory_limit_bytes(), _system.available_memory_bytes()) == (5000, 4400)
