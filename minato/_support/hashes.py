@@ -37,6 +37,7 @@ from minato._support.objects import (
     parts_of,
     vars_of,
 )
+from minato._support.pickling import INTEGERS, span_of
 from minato._support.values import integer_of, message_of, plain, printable, text_of, type_name
 
 __all__ = ["fingerprint", "index_hash", "key_hash"]
@@ -278,19 +279,24 @@ class _Walk:
             yield from _state(value)
 
     def _content(self, array: np.ndarray) -> bytes:
+        found, (span, before) = hashlib.blake2b(), span_of(array)
+        if span.nbytes < array.nbytes:  # items overlap, as those of a sliding window
+            found.update(repr((before, array.strides)).encode())
+            array = span
         self._count(array.nbytes)  # before it reads a file
         flat = np.ascontiguousarray(array).reshape(-1)
-        return hashlib.blake2b(flat.view(np.uint8) if flat.size else b"").digest()
+        found.update(flat.view(np.uint8) if flat.size else b"")
+        return found.digest()
 
     def _tensor(self, value: torch.Tensor) -> Iterator[Any]:
         odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
         if odd or value.is_meta:
             raise TypeError(f"a tensor of {value.dtype} and {value.layout} has no fingerprint")
-        plain_one = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        plain_one = value.detach().cpu().resolve_conj().resolve_neg()
         yield str(value.dtype)
         yield tuple(value.shape)
-        flat = plain_one.view(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)
-        yield self._content(flat)
+        # NumPy does not know all dtypes, but one of each size.
+        yield self._content(plain_one.view(INTEGERS.get(value.itemsize, value.dtype)).numpy())
         yield type(value)
         yield vars(value)
 

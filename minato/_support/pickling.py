@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 __all__ = [
+    "INTEGERS",
     "ForChild",
     "Purpose",
     "SidePickler",
@@ -237,11 +238,11 @@ class ViewPickler(pickle.Pickler):
             value = value.clone()
         reduced = value.__reduce_ex__(5)
         if isinstance(reduced[1][0], torch.UntypedStorage):
-            return _viewed_as, (value.view(_INTEGERS[value.itemsize]), value.dtype)
+            return _viewed_as, (value.view(INTEGERS[value.itemsize]), value.dtype)
         return reduced
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """An old dtype of each size."""
 
 

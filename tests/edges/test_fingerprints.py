@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import types
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, mmap
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -396,7 +397,7 @@ def deep(levels: int) -> list[Any]:
         Locked(),
         (i for i in range(3)),
         open(os.devnull),  # noqa: SIM115
-        np.broadcast_to(np.float64(1), (1 << 20, 1 << 20)),
+        np.frombuffer(mmap(-1, 5 << 30, MAP_PRIVATE | MAP_ANONYMOUS, PROT_READ), np.uint8),
     ],
     ids=lambda held: type(held).__name__,
 )
@@ -430,6 +431,19 @@ def test_values_of_other_types_are_other_keys() -> None:
 def test_shared_columns_count_by_their_content() -> None:
     for make in (lambda k: SharedList(["a", ("b", k)]), lambda k: SharedDict({"a": 1, "b": k})):
         assert fingerprint(make(2)) == fingerprint(make(2)) != fingerprint(make(3))
+
+
+def test_items_that_overlap_count_once() -> None:
+    """All of them would be too large."""
+
+    def windows(last: int, step: int = 1) -> list[Any]:
+        numbers = np.append(np.arange(1 << 20), last)
+        window = np.lib.stride_tricks.sliding_window_view(numbers[::step], 1 << 10)
+        return [window, torch.from_numpy(numbers).unfold(0, 1 << 10, step)]
+
+    for one, same, *others in zip(windows(1), windows(1), windows(2), windows(1, 2), strict=True):
+        assert fingerprint(one) == fingerprint(same)
+        assert len({*map(fingerprint, (one, *others))}) == 3
 
 
 def test_equal_objects_and_one_object_are_the_same() -> None:
