@@ -77,10 +77,8 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
     first = "memory.limit_in_bytes", "memory.usage_in_bytes"
     second = "memory.max", "memory.current"
     for folder, names, whole in (("", second, ""), ("memory", first, "total_")):
-        for at in _around(folder):
-            with suppress(OSError, ValueError):  # no such group or version; "max"
-                limit, used = (int(text_of(f"{at}/{name}")) for name in names)
-                yield limit, used - _cached_bytes(at, whole)
+        for at, limit, used in _numbers(folder, *names):
+            yield limit, used - _cached_bytes(at, whole)
 
 
 def _cached_bytes(group: str, whole: str) -> int:
@@ -93,11 +91,11 @@ def _cached_bytes(group: str, whole: str) -> int:
     return found
 
 
-def _numbers(folder: str, first: str, second: str) -> Iterator[tuple[int, int]]:
-    """The numbers in two files of each group in a hierarchy that has both."""
-    for one, other in _texts(folder, first, second):
-        with suppress(ValueError):  # "max"
-            yield int(one), int(other)
+def _numbers(folder: str, first: str, second: str) -> Iterator[tuple[str, int, int]]:
+    """Each group in a hierarchy that has a number in both files, with the numbers."""
+    for at in _around(folder):
+        with suppress(OSError, ValueError):  # no such group or version; "max"
+            yield at, int(text_of(f"{at}/{first}")), int(text_of(f"{at}/{second}"))
 
 
 def machine_usage() -> tuple[float, float]:
@@ -226,7 +224,7 @@ def group_processes_left() -> int | None:
     """Processes and threads that the control groups of this process still allow; None if they set no limit."""
     names = "pids.max", "pids.current"
     limits = *_numbers("", *names), *_numbers("pids", *names)
-    return min((most - used for most, used in limits), default=None)
+    return min((most - used for _, most, used in limits), default=None)
 
 
 def user_threads() -> int:
