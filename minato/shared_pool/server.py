@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from minato._core.segment import Segment
-from minato._fork_safety import signals_deferred
+from minato._fork_safety import forget_in_children, signals_deferred
 from minato._support.threads import at_end, ends_by_exception, living
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
@@ -33,6 +33,9 @@ _EXIT_WAIT_S = 5.0
 """How long the exiting server waits for ranks in the middle of an epoch that make no progress."""
 _DRAIN_S = 60.0
 """The same limit while a rank has yet to begin the epoch, or if only the server's rank has finished it."""
+_SERVING: set[PoolServer] = set()
+"""All servers whose threads run."""
+forget_in_children(_SERVING.clear)
 
 
 class PoolServer:
@@ -65,6 +68,7 @@ class PoolServer:
         except RuntimeError:
             self._listener.close()
             raise
+        _SERVING.add(self)
         self._stay_no_longer = at_end(self._wait_at_exit)
 
     def gather_progress(self, epoch: int, own: Completed) -> list[Completed]:
@@ -251,23 +255,28 @@ class PoolServer:
                 self._ranks.close()
 
     def _wait_at_exit(self) -> None:
-        if os.getpid() != self._owner or not living(self._thread):
-            return
-        self.close()
+        """Wait for all loaders together: a rank that is busy with one may still come to another."""
+        servers = list(_SERVING)
+        for each in servers:
+            each.close()
         before: object = None
-        while living(self._thread):
-            this = self._ranks.epoch
-            now = this and this.fetched, [slot.state for slot in self._ranks.slots]
-            del this  # the epoch may end meanwhile
+        while running := [each for each in servers if living(each._thread)]:
+            now = [each._progress() for each in running]
             if now == before:  # nobody makes progress
                 break
             before = now
-            self._thread.join(self._exit_wait_s())
-        with self._ranks.lock:
-            for slot in self._ranks.slots:
-                slot.leave()
-            self._ranks.changed.notify()
-        self._thread.join(_EXIT_WAIT_S)
+            running[0]._thread.join(max(each._exit_wait_s() for each in running))
+        for each in running:
+            with each._ranks.lock:
+                for slot in each._ranks.slots:
+                    slot.leave()
+                each._ranks.changed.notify()
+            each._thread.join(_EXIT_WAIT_S)
+
+    def _progress(self) -> object:
+        """What changes as long as a rank goes on."""
+        this = self._ranks.epoch
+        return this and this.fetched, [slot.state for slot in self._ranks.slots]
 
     def _exit_wait_s(self) -> float:
         if ends_by_exception():
@@ -294,6 +303,7 @@ class PoolServer:
         finally:
             self._listener.close()
             self._stay_no_longer()
+            _SERVING.discard(self)
             self._ranks.arenas.clear()  # without waiting for the garbage collector
 
     def _next_job(self) -> Callable[[], None] | None:

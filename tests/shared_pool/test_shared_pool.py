@@ -451,6 +451,41 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
     assert run(program) == in_turn(16)
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_host_that_ends_waits_for_all_its_loaders_at_once(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not comes:
+        monkeypatch.setattr(server, "_DRAIN_S", 0.1)
+
+    def program(rank: int, together: Any) -> Any:
+        loaders = [pooled(Numbers(16)) for _ in range(3)]
+        found = [indices(loaders[0])]
+        if rank == 0:
+            found += map(indices, loaders[1:])
+            hosts = [loader._minato_session._server for loader in loaders]
+            wait_s = [hosts[1]._exit_wait_s]
+
+            def exit_wait_s() -> Any:
+                hosts[0]._thread.join()  # nobody needs the first loader any more
+                if len(wait_s) == 1:
+                    wait_s.append(None)
+                    together.wait()
+                return wait_s[0]()
+
+            hosts[1]._exit_wait_s = exit_wait_s
+            hosts[0]._wait_at_exit()
+            assert not any(host._thread.is_alive() for host in hosts)
+        else:
+            together.wait()
+            found += map(indices, loaders[1:] if comes else [])
+        together.wait()
+        return found
+
+    first, second = in_turn(16)
+    assert run(program) == [[first] * 3, [second] * (3 if comes else 1)]
+
+
 @pytest.mark.parametrize(
     ("program", "method", "codes", "told"),
     [
