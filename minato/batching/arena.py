@@ -34,14 +34,12 @@ _LEAST_RESERVE_BYTES = 1 << 28
 _SHARING_SEGMENTS = 4
 """With this number of living segments, two for each iterator, a further arena takes half of that, with twice the number
 a third, and so on. The arenas of a thousand iterators take 50 TiB, and leave as much to the rest of the program."""
-_ROOMY_SLOTS = 128
-"""Number of first slots, which share half of the arena: the size of batches is unknown. Later slots fit those seen."""
-_ROOMY_SHARE = 11
-"""Slot k of these (from 0) gets the arena's size divided by this and by k + 1: it is used while k other batches are
-alive, and all share the machine's memory. 11 is twice the sum of 1 / (k + 1)."""
+_SHARE = 13
+"""Slot k (from 0) gets the arena's size divided by this and by k + 1: it is used while k other batches are alive, and
+all share the machine's memory. Of 4 TiB, 160,000 slots get more than the least size, and there is room for all."""
 _LEAST_SLOT_BYTES = 1 << 21
-_HEADROOM = 8
-"""Size of a later slot, in multiples of the largest batch seen."""
+_HEADROOM = 2
+"""The least size of a slot, in multiples of the largest batch seen."""
 _SPARE_SLOTS = 4
 """Free slots that keep their pages, beyond the number in flight."""
 _KEPT_BYTES = 1 << 22
@@ -62,11 +60,10 @@ class Slot(NamedTuple):
 
 
 class _Lease(weakref.ref[Any]):
-    """A weak reference to the view of a leased slot, of which ``used_bytes`` were written."""
+    """A weak reference to the view of a leased slot."""
 
     slot: Slot
-    used_bytes: int
-    __slots__ = ("slot", "used_bytes")
+    __slots__ = ("slot",)
 
 
 @dataclass
@@ -128,20 +125,16 @@ class Arena:
             check_owner(self.owner)
         self._settle()
         if self.pinned_slots is not None:
-            for slot, used_bytes in self.pinned_slots.recycled():
-                self._free(slot, used_bytes)
+            self._warm.extend(self.pinned_slots.recycled())
         free = self._warm or self._cold
         slot = free.pop() if free else self._carve()
         self._taken.add(slot)
         return slot
 
     def _carve(self) -> Slot:
-        if self.num_slots < _ROOMY_SLOTS:
-            wanted = self.segment.nbytes // (_ROOMY_SHARE * (self.num_slots + 1))
-            nbytes = max(wanted // mmap.PAGESIZE * mmap.PAGESIZE, _LEAST_SLOT_BYTES)
-        else:
-            wanted = _HEADROOM * max(self._largest, _LEAST_SLOT_BYTES)
-            nbytes = 1 << (wanted - 1).bit_length()
+        share = self.segment.nbytes // (_SHARE * (self.num_slots + 1))
+        wanted = max(share, _HEADROOM * self._largest, _LEAST_SLOT_BYTES)
+        nbytes = wanted // mmap.PAGESIZE * mmap.PAGESIZE
         start, end = self._used, self._used + nbytes
         if end > self.segment.nbytes:
             raise MemoryError(
@@ -157,11 +150,8 @@ class Arena:
         if slot in self._taken:
             self._taken.remove(slot)
             if slot.start not in self._leases:
-                self._free(slot, used_bytes)
-
-    def _free(self, slot: Slot, used_bytes: int) -> None:
-        self._largest = max(self._largest, used_bytes)
-        self._warm.append(slot)
+                self._largest = max(self._largest, used_bytes)
+                self._warm.append(slot)
 
     def reclaim_unleased(self) -> None:
         """Free all slots that are neither free nor leased, when no process writes to or reads them any more."""
@@ -188,15 +178,16 @@ class Arena:
                 self.pinned_slots.lock(slot, used_bytes)
                 callback = self._returned
             lease = _Lease(view, callback)
-            lease.slot, lease.used_bytes = slot, used_bytes
+            lease.slot = slot
             self._leases[slot.start] = lease
+            self._largest = max(self._largest, used_bytes)
         self._taken.discard(slot)
         return view
 
     def _returned(self, lease: _Lease) -> None:
         # At once, while the work that reads the slot is already queued on the device.
         if self._ends(lease) and self.pinned_slots is not None:
-            self.pinned_slots.returned(lease.slot, lease.used_bytes)
+            self.pinned_slots.returned(lease.slot)
 
     def _ends(self, lease: _Lease) -> bool:
         """Forget a lease; False if it is none: ``lease`` was interrupted, and called again."""
@@ -212,7 +203,7 @@ class Arena:
             if self.pinned_slots is not None:
                 self._returned(lease)
             elif self._ends(lease):
-                self._free(lease.slot, lease.used_bytes)
+                self._warm.append(lease.slot)
 
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin slots from now on, if they are not pinned already."""
@@ -286,7 +277,6 @@ class _ReturnedSlot(NamedTuple):
 
     event: DeviceEvent
     slot: Slot
-    used_bytes: int
 
 
 class PinnedSlots:
@@ -352,18 +342,18 @@ class PinnedSlots:
         """Set the event until which the device reads a leased slot. The program must not copy from it."""
         self._events[slot.start] = event
 
-    def returned(self, slot: Slot, used_bytes: int) -> None:
+    def returned(self, slot: Slot) -> None:
         """Take a slot whose last view is gone; the device may still read it."""
         event = self._events.pop(slot.start, None)
         if self._owner == os.getpid():  # a forked child must not use the device
             event = event or self._pinner.record_event()
-            self._returned.append(_ReturnedSlot(event, slot, used_bytes))
+            self._returned.append(_ReturnedSlot(event, slot))
 
-    def recycled(self) -> Iterator[tuple[Slot, int]]:
-        """Yield ``(slot, used_bytes)`` of slots that the device has read; each comes once."""
+    def recycled(self) -> Iterator[Slot]:
+        """Yield the slots that the device has read; each comes once."""
         for _ in range(len(self._returned)):
             returned = self._returned.popleft()
             if returned.event.query():
-                yield returned.slot, returned.used_bytes
+                yield returned.slot
             else:
                 self._returned.append(returned)

@@ -420,7 +420,10 @@ class BatchBuilder:
             # frees its batches; without this, the kernel would clear new pages for each sample above 128 KiB.
             self._largest = nbytes
             torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        slot = self._next_slot()
+        try:
+            slot = self._next_slot()
+        except MemoryError:  # the batches that the program keeps take all address space
+            return None
         return slot if nbytes <= slot.end - slot.start else None
 
     def _lease(self, slot: Slot, nbytes: int, memory: Buffer) -> None:

@@ -91,18 +91,22 @@ def test_a_lease_outlives_its_arena() -> None:
     assert view.tolist() == [7] * 100
 
 
-def test_later_slots_are_as_large_as_the_batches_seen_suggest() -> None:
+@pytest.mark.parametrize("nbytes", [20 * MIB, 900 * MIB])
+def test_batches_that_are_kept_leave_room_for_more_of_their_size(nbytes: int) -> None:
     arena = Arena(Segment(1 << 36))
-    first = arena.acquire()
-    arena.release(first, used_bytes=3 * MIB)
-    roomy = [arena.acquire() for _ in range(128)]
-    later = [arena.acquire() for _ in range(20)]
-    sizes = [slot.end - slot.start for slot in roomy]
+    slots = [arena.acquire() for _ in range(3)]
+    views = [arena.lease(slot, nbytes) for slot in slots]
+    for _ in range((1 << 34) // nbytes - 3):
+        slots.append(arena.acquire())
+        views.append(arena.lease(slots[-1], nbytes))
+    assert min(slot.end - slot.start for slot in slots) >= nbytes
+
+
+def test_a_batch_is_the_larger_the_fewer_are_kept() -> None:
+    arena = Arena(Segment(1 << 36))
+    sizes = [slot.end - slot.start for slot in (arena.acquire() for _ in range(1000))]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > (1 << 36) // 12
-    assert sizes[-1] > (1 << 36) // (12 * 128)
-    assert roomy[-1].end <= 1 << 35
-    assert {slot.end - slot.start for slot in later} == {32 * MIB}  # room for eight of 3 MiB
+    assert all(size * (k + 1) > (1 << 36) // 13 for k, size in enumerate(sizes, 1))
 
 
 def test_an_exhausted_arena_says_what_to_do() -> None:

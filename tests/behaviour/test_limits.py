@@ -15,7 +15,7 @@ from minato import DataLoader
 from minato._core.limits import slot_overflow
 from minato._core.segment import Segment
 from minato._system import available_memory_bytes
-from minato.batching.arena import Arena
+from minato.batching import arena
 from tests.subprocesses import run
 
 GIB = 1 << 30
@@ -28,12 +28,19 @@ def test_more_iterators_live_at_once_than_anybody_has() -> None:
 
 def test_a_slot_has_room_for_batches_of_many_gibibytes() -> None:
     gc.collect()  # living segments share the address space, and earlier tests may have left some in cycles
-    arena = Arena(shared=False)
-    first = arena.acquire()
+    slots = arena.Arena(shared=False)
+    first = slots.acquire()
     assert first.end - first.start > 16 * GIB
-    view = arena.lease(first, 0)
+    view = slots.lease(first, 0)
     view[-1] = 7
     assert view[-1] == 7
+
+
+def test_without_workers_any_number_of_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_RESERVE_BYTES", "_LEAST_RESERVE_BYTES"):
+        monkeypatch.setattr(arena, name, 8 << 20)
+    dataset = torch.arange(12.0)[:, None].expand(-1, 1 << 18)
+    assert torch.equal(torch.cat(list(DataLoader(dataset, 1))), dataset)
 
 
 @pytest.mark.stress
