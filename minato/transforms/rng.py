@@ -17,6 +17,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = [
     "Captured",
     "SampleRandomness",
     "current",
+    "enter_task",
     "generators_created",
     "numpy_rng",
     "python_rng",
@@ -70,12 +72,23 @@ class Captured(NamedTuple):
 _NONE_OWNED = OwnedGenerators({})
 
 
-class _ThreadState(threading.local):
+class _State:
     binding: tuple[int, int, object, int] | None = None
     generators_made: int = 0
 
 
+class _ThreadState(threading.local, _State):
+    pass
+
+
 _this_thread = _ThreadState()
+_this_task: ContextVar[_State | None] = ContextVar("minato_sample", default=None)
+"""Also of the tasks that a task starts, and of what it runs in threads; None: that of the thread counts."""
+
+
+def enter_task() -> None:
+    """Bind samples, from now on, to the running task instead of to its thread, in which other tasks run, too."""
+    _this_task.set(_State())
 
 
 class SampleRandomness:
@@ -99,6 +112,7 @@ class SampleRandomness:
         self._owned = owned or _NONE_OWNED
         self.watches = bind_globals
         """Whether ``drawn`` can detect draws."""
+        self._state = _this_task.get() or _this_thread
         self._all: _Generators = ()
         self._own: dict[str, rng_memory.MemoryGenerator[Any]] = {}
         self._snapshot = StateSnapshot([])
@@ -147,8 +161,8 @@ class SampleRandomness:
             key: The sample's index in the dataset: anything that :func:`index_hash` can turn into an integer.
             occurrence: Number of earlier uses of the key in the epoch.
         """
-        _this_thread.binding = (self.base_seed, epoch, key, occurrence)
-        _this_thread.generators_made = 0
+        self._state.binding = (self.base_seed, epoch, key, occurrence)
+        self._state.generators_made = 0
         if not self._bind_globals:
             return
         if bit_generator_of(self._numpy_state) is not self._bits:  # np.random.set_bit_generator
@@ -172,19 +186,19 @@ class SampleRandomness:
     @property
     def asked(self) -> int:
         """Number of generators that the current sample has created; set it to continue the sample in another thread."""
-        return _this_thread.generators_made
+        return self._state.generators_made
 
     @asked.setter
     def asked(self, generators: int) -> None:
-        _this_thread.generators_made = generators
+        self._state.generators_made = generators
 
     def mark(self, unbind: bool = True) -> None:
         """Start to watch for draws. With ``unbind``, code that runs from now on belongs to no sample."""
         if unbind:
             # A generator created outside of samples is seeded from a global one, so the snapshot shows it.
-            _this_thread.binding = self._before = None
+            self._state.binding = self._before = None
         else:
-            self._before = _this_thread.binding, _this_thread.generators_made
+            self._before = self._state.binding, self._state.generators_made
         self._snapshot.take()
 
     def drawn(self) -> bool:
@@ -192,14 +206,14 @@ class SampleRandomness:
         if self._own and self._owned.moved():
             return True
         before = self._before
-        if before is not None and before[1] != _this_thread.generators_made:
+        if before is not None and before[1] != self._state.generators_made:
             return True
         return not self._snapshot.holds()
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
         if self._before is not None:
-            _this_thread.binding, _this_thread.generators_made = self._before
+            self._state.binding, self._state.generators_made = self._before
         copies, left = iter(self._snapshot.copies()), iter(self._snapshot.rests)
         for generator in self._all:
             rest = None if generator.is_whole else next(left)
@@ -211,15 +225,15 @@ class SampleRandomness:
         It can be pickled for processes with the same versions of Python, NumPy and torch.
         """
         return Captured(
-            _this_thread.binding,
-            _this_thread.generators_made,
+            self._state.binding,
+            self._state.generators_made,
             [generator.save() for generator in self._all[:3]],
             {path: generator.save() for path, generator in self._own.items()},
         )
 
     def restore(self, captured: Captured) -> None:
         """Continue from the state that :meth:`capture` returned."""
-        _this_thread.binding, _this_thread.generators_made, states, own = captured
+        self._state.binding, self._state.generators_made, states, own = captured
         for generator, state in zip(self._all, states, strict=False):
             generator.load(*state)
         for path, state in own.items():
@@ -247,7 +261,8 @@ class SampleRandomness:
 
         It must be called before this one is again.
         """
-        binding, made = _this_thread.binding, _this_thread.generators_made
+        state = self._state
+        binding, made = state.binding, state.generators_made
         outside = None
         if self._bind_globals:
             if bit_generator_of(self._numpy_state) is not self._bits:
@@ -262,7 +277,7 @@ class SampleRandomness:
         def restore() -> None:
             if outside is not None:
                 outside.restore()
-            _this_thread.binding, _this_thread.generators_made = binding, made
+            state.binding, state.generators_made = binding, made
 
         return restore
 
@@ -331,13 +346,13 @@ def sample_word(key: object, occurrence: int) -> int:
 
 
 def generators_created() -> int:
-    """Return the number of generators that this thread has created, since the current sample began if there is one."""
-    return _this_thread.generators_made
+    """Return the number of generators created in this thread or task, in the current sample if there is one."""
+    return (_this_task.get() or _this_thread).generators_made
 
 
 def current() -> Binding | None:
-    """Return the binding of the current sample of this thread; ``None`` outside of samples."""
-    binding = _this_thread.binding
+    """Return the binding of the current sample of this thread or task; ``None`` outside of samples."""
+    binding = (_this_task.get() or _this_thread).binding
     return None if binding is None else Binding(*binding)
 
 
@@ -346,16 +361,17 @@ _PYTHON, _NUMPY, _TORCH = 1, 2, 3
 
 def _next_seed(kind: int) -> int | None:
     """Return a seed for the next generator of the current sample; ``None`` outside of samples."""
-    made = _this_thread.generators_made
-    _this_thread.generators_made = made + 1
-    if _this_thread.binding is None:
+    state = _this_task.get() or _this_thread
+    made = state.generators_made
+    state.generators_made = made + 1
+    if state.binding is None:
         return None
-    seed, epoch, key, occurrence = _this_thread.binding
+    seed, epoch, key, occurrence = state.binding
     return mix_seed(sample_key(seed, epoch, sample_word(key, occurrence)), kind, made)
 
 
 def python_rng() -> random.Random:
-    """Return a new ``random.Random`` for the current sample of this thread.
+    """Return a new ``random.Random`` for the current sample of this thread, or of this task on an event loop.
 
     Each call within a sample starts an independent stream, a function of (seed, epoch, index) and of the number of
     earlier calls in the sample. Outside of samples the generator is seeded from the global one.

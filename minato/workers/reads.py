@@ -14,7 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from minato._support.objects import attribute
 from minato._support.threads import living, start_thread
 from minato._support.values import text_of
 from minato.options import FetchOptions
-from minato.transforms.rng import SampleRandomness
+from minato.transforms.rng import SampleRandomness, enter_task
 from minato.workers.shared_state import SharedReadLimit
 
 __all__ = [
@@ -101,7 +101,7 @@ class Read:
         return Read(self.index, self.epoch, self.seed, self.tag, self, self.occurrence)
 
     def bound(self) -> SampleRandomness | None:
-        """Bind what ``minato.numpy_rng`` and the like return in this thread to the sample."""
+        """Bind what ``minato.numpy_rng`` and the like return in this thread, or task, to the sample."""
         if self.seed is None:
             return None
         # The global generators belong to the process, not to one of its reads.
@@ -230,9 +230,7 @@ def _end_threads(asked: SimpleQueue[Read | None], threads: list[threading.Thread
 class CoroutineReads(Reads):
     """``await dataset.__aget__(key)`` on an event loop in a thread of its own."""
 
-    def __init__(
-        self, aget: Callable[[object], Coroutine[object, object, object]], limit: int
-    ) -> None:
+    def __init__(self, aget: Callable[[object], Awaitable[object]], limit: int) -> None:
         super().__init__(limit)
         self._aget = aget
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -267,9 +265,9 @@ class CoroutineReads(Reads):
         try:
             async with self._slots:
                 read.started_ns = now_ns()
+                enter_task()
                 randomness = read.bound()
-                coroutine = self._aget(read.index)
-                read.value = await (_Bound(coroutine, randomness) if randomness else coroutine)
+                read.value = await self._aget(read.index)
                 read.asked = randomness.asked if randomness else 0
         except asyncio.CancelledError as error:
             # A CancelledError would end the worker.
@@ -319,32 +317,6 @@ def _is_open(reference: weakref.ref[CoroutineReads]) -> bool:
 def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
     with suppress(RuntimeError):  # it is closed
         loop.call_soon_threadsafe(loop.stop)
-
-
-class _Bound:
-    """A coroutine whose steps run bound to its sample, whatever other coroutines of the loop do in between."""
-
-    def __init__(
-        self, coroutine: Coroutine[object, object, object], randomness: SampleRandomness
-    ) -> None:
-        self._coroutine, self._randomness = coroutine, randomness
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        coroutine, randomness = self._coroutine, self._randomness
-        advance: Callable[[Any], Any] = coroutine.send
-        argument: Any = None
-        while True:
-            try:
-                awaited = advance(argument)
-            except StopIteration as end:
-                return end.value
-            state = randomness.capture()
-            try:
-                argument = yield awaited
-                advance = coroutine.send
-            except BaseException as error:  # a cancellation, which the coroutine handles
-                argument, advance = error, coroutine.throw
-            randomness.restore(state)
 
 
 class BegunLists(Reads):

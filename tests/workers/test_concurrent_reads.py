@@ -153,8 +153,13 @@ class Draws(Numbers):
 
 
 class DrawsAwaiting(Draws):
-    async def __aget__(self, index: int) -> Any:
-        first = minato.numpy_rng().random()
+    """The same with a task of its own, which draws in another thread, too."""
+
+    def __aget__(self, index: int) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self.drawn(index))
+
+    async def drawn(self, index: int) -> Any:
+        first = await asyncio.to_thread(lambda: minato.numpy_rng().random())
         await asyncio.sleep(0.004 * np.random.default_rng().random())
         return [index, first, minato.python_rng().random()]
 
