@@ -110,6 +110,10 @@ def _unwrapped(wrapper: ExceptionWrapper) -> BaseException:
     except BaseException as raised:
         if not isinstance(raised, (Exception, wrapper.exc_type)):
             raise  # the handler of a signal has raised it
+        if not isinstance(raised, (RuntimeError, wrapper.exc_type)):
+            # torch passes message= to a class that has one, such as ExceptionGroup, whatever its constructor takes.
+            wrapper.exc_type = RuntimeError
+            return _unwrapped(wrapper)
         traceback.clear_frames(raised.__traceback__)  # torch's own frames
         return BaseException.with_traceback(raised, None)
     raise AssertionError(wrapper)

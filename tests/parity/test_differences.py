@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 import minato
 from tests.datasets import Journal, Numbers, wait_until, worker_number
 from tests.parity.harness import TorchLoader
-from tests.parity.material import Tensors
+from tests.parity.material import BadSample, Tensors
 
 
 def test_readiness_order_mixes_batches() -> None:
@@ -138,3 +138,16 @@ def test_read_only_arrays_are_collated_without_a_warning(compat: Any) -> None:
     finally:
         torch.set_warn_always(False)
     assert batch.tolist() == expected.tolist()
+
+
+def of_several() -> None:
+    raise ExceptionGroup("several", [ValueError("the text")])
+
+
+@pytest.mark.parametrize("own", [{}, {"workers": "thread"}], ids=["processes", "threads"])
+def test_the_text_of_a_group_of_exceptions_arrives(own: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"dataset": BadSample(4, of_several), "num_workers": 1}
+    with pytest.raises(TypeError, match="arguments"):
+        list(TorchLoader(**arguments))
+    with pytest.raises(RuntimeError, match="ValueError: the text"):
+        list(minato.DataLoader(**arguments, **own))
