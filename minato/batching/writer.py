@@ -392,7 +392,7 @@ class BatchWriter:
     def _note_types(self, result: object) -> None:
         """Find out from the samples of a whole batch whether those of others may be handed over."""
         handover = self._handover
-        if handover is not None and handover.answer is None and type(result) is list:
+        if handover is not None and handover.answer is None and type(result) is list and result:
             handover.settle(are_plain(result))
 
     def _note_handover(self, cost_ns: float) -> None:
