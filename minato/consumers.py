@@ -223,6 +223,10 @@ def make_consumers(
         raise ValueError(f"n={n} and devices={devices}: give one of the two")
     if devices is None:
         places: list[torch.device | None] = [None] * given_whole("n", n, 1)
+    elif isinstance(devices, str):
+        raise TypeError(
+            f"devices={devices!r} is one text: give a list, with a device for each consumer"
+        )
     else:
         found = [check_device(device) for device in devices]
         places = [None if each is None or each.type == "cpu" else each for each in found]

@@ -726,10 +726,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             "_minato_engines": engines,
             "_minato_history": history,
             "_minato_open_iterators": [],
-            "_iterator": None,
         }
         fresh["sampler"], fresh["batch_sampler"] = with_own_epochs(self.sampler, self.batch_sampler)
         return {**self.__dict__, **fresh, "_minato_position": copy.copy(self._minato_position)}
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        # Without the iterator of workers that persist, whose epoch the copy would end.
+        vars(copied).update(self.__getstate__(), _iterator=None)
+        return copied
 
     @made_only
     def _minato_rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
@@ -818,7 +823,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             prefetch_factor=self.prefetch_factor,
             bounds_prefetch=not isinstance(self.prefetch_factor, Unbound),
             persistent=persistent,
-            timeout_s=self.timeout,
+            timeout_s=float(self.timeout),
         )
         return LoaderSpec(
             sampling=sampling,

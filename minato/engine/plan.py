@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 
@@ -82,7 +83,7 @@ class Plan:
         ):
             # Each reader has as many as one of torch's workers.
             batches = max(most_workers, len(spec.sampling.own_readers))
-            batches *= spec.workers.prefetch_factor or 0
+            batches *= operator.index(spec.workers.prefetch_factor or 0)
         return cls(
             spec=spec,
             worker=worker,

@@ -376,8 +376,10 @@ def loaders_in(found: object) -> Iterator[MeasuredLoader]:
 
 
 def checked(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of metrics; None: all. ValueError: one is no metric."""
+    """The names of metrics; None: all. ValueError: one is no metric. TypeError: they are one text."""
     known = [metric.name for metric in CATALOG]
+    if isinstance(names, str):
+        raise TypeError(f"names={names!r} is one text: give a list of names")
     for name in names or ():
         if name not in known:
             raise ValueError(f"names: {name!r} is no metric: choose of {', '.join(known)}")

@@ -190,8 +190,9 @@ def test_loading_nothing_means_the_beginning() -> None:
     assert flat(indices(loader)) == list(range(SIZE))
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("copied", "num_workers"), [(copy.copy, 0), (copy.deepcopy, 0), (copy.copy, 1)]
+)
 def test_a_copied_loader_knows_its_epoch_and_no_iterator(copied: Any, num_workers: int) -> None:
     stays = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     loader = make(shuffle=True, seed=2, workers="thread", **stays)

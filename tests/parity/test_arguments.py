@@ -150,6 +150,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 BEGUN: dict[str, dict[str, Any]] = {
     "timeout-without-workers": {"timeout": 3},
     "prefetch-zero": {"prefetch_factor": 0, "num_workers": 1},
+    "prefetch-float": {"prefetch_factor": 2.5, "num_workers": 1},
+    "timeout-tensor": {"timeout": torch.tensor(60), "num_workers": 1, "sampler": [4]},
     "sampler-of-nothing": {"sampler": [None, 1]},
     "sampler-type": {"sampler": SequentialSampler},
     "generator": {"generator": 3},
