@@ -823,7 +823,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             prefetch_factor=self.prefetch_factor,
             bounds_prefetch=not isinstance(self.prefetch_factor, Unbound),
             persistent=persistent,
-            timeout_s=float(self.timeout),
+            timeout_s=self.timeout,
         )
         return LoaderSpec(
             sampling=sampling,

@@ -13,6 +13,7 @@ from minato._core.codes import FAILED, STATES
 from minato._support import pickling
 from minato._support.items import item_of
 from minato._support.threads import if_alive
+from minato._support.values import plain
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
@@ -226,7 +227,7 @@ class Engine(BatchSource):
                 assignment=_assignment(plan),
                 early_start=self._early_start,
                 handover=self._state.handover,
-                timeout_s=plan.spec.workers.timeout_s,
+                timeout_s=plain(plan.spec.workers.timeout_s),
                 explain=self._running_samples,
                 one_epoch=not plan.spec.workers.persistent,
                 skips=plan.leaves_places,
