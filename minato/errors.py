@@ -29,11 +29,13 @@ __all__ = [
     "WorkerDiedError",
     "add_note",
     "forget_callers",
+    "is_refused",
     "is_skip",
     "log",
     "missing",
     "not_the_end",
     "outside",
+    "refuse",
     "shortened",
     "unguarded_error",
     "warn",
@@ -110,6 +112,17 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception; one that allows no attributes gets none."""
     with contextlib.suppress(Exception):
         error.add_note(note)
+
+
+def refuse(error: BaseException) -> None:
+    """Mark what loading a state has raised: to leave it out as a sample would leave out all that follows."""
+    with contextlib.suppress(Exception):  # one that allows no attributes counts as a sample's
+        error._minato_refuses = True  # type: ignore[attr-defined]
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether ``refuse`` has marked an exception."""
+    return hasattr(error, "_minato_refuses")
 
 
 def not_the_end(source: str, error: E) -> E | RuntimeError:

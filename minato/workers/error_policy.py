@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minato._support.counters import Counters
 from minato._support.files import OwnDescriptor, anonymous_log, open_lines
 from minato._support.values import message_of, plain, short, text_of, traceback_of, type_name
-from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, warn
+from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, is_refused, warn
 
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these
     from minato.transforms.compose import Transforms
@@ -278,7 +278,8 @@ class SampleRetry:
         self, position: int, epoch: int, index: object, error: BaseException
     ) -> tuple[Any, BaseException | None]:
         """As ``settle``, for a sample that cannot be tried again."""
-        if not isinstance(error, Exception) or isinstance(error, WorkerDiedError):
+        is_sample = isinstance(error, Exception) and not isinstance(error, WorkerDiedError)
+        if not is_sample or is_refused(error):
             return None, error
         index = index if self.name is None else self.name(index)
         failure = SampleFailure(index, epoch, self.runner.seed, self.worker, 1, error, None)

@@ -48,7 +48,7 @@ from minato._support.objects import attribute
 from minato._support.pickling import pickled
 from minato._support.values import message_of, type_name
 from minato.batching.blobs import Kinds
-from minato.errors import WorkerDiedError, log
+from minato.errors import WorkerDiedError, log, refuse
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
 from minato.transforms.rng_memory import GlobalGenerators
@@ -793,6 +793,10 @@ class Host:
                 is_told=self._board.is_told(slot),
                 before=self._board.before(number, slot),
             )
+        except Exception as error:
+            if start is not None and resumes:
+                refuse(error)
+            raise
         finally:
             set_resumed(())
         generators = None if start is None or self._generators is None else start.generators

@@ -452,12 +452,18 @@ def test_what_depends_on_where_shards_end_refuses_other_ones(mixes: bool) -> Non
     assert got + numbers(resumed(saved(first), loader(4))) == numbers(loader(4))
 
 
-@sweep(every=[100, None, "auto"], resume=["state", "read"], num_workers=[0, 1])
+@sweep(
+    every=[100, None, "auto"],
+    resume=["state", "read"],
+    num_workers=[0, 1],
+    errors=["raise", "skip"],
+)
 def test_other_shards_are_refused_whatever_states_are_kept(
-    num_workers: int, resume: str, every: Any
+    errors: str, num_workers: int, resume: str, every: Any
 ) -> None:
     readers = minato.Readers(2, resume=resume)
     how: Any = {"num_workers": num_workers, "readers": readers, "snapshot_every_n_steps": every}
+    how["errors"] = errors  # what is refused is no sample
 
     def make(names: str, **options: Any) -> Any:
         return DataLoader(Numbers(dict.fromkeys(names, 9), **options), 4, **how)
