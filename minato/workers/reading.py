@@ -352,9 +352,10 @@ class Reader:
                 # A reader that is made again may be asked for items after its end.
                 self._ended(ordinal)
                 return
-            except BaseException:  # nobody knows where it is
+            except BaseException as error:  # nobody knows where it is
                 self.died = True
                 self.fail(ordinal + 1)
+                refuse(error)
                 raise
             self.at = ordinal
             return

@@ -476,6 +476,21 @@ def test_other_shards_are_refused_whatever_states_are_kept(
     assert sorted(got) == all_of(dict.fromkeys("123", 9))
 
 
+@pytest.mark.filterwarnings("ignore:1 is gone", "ignore:reader 0 ended by an exception")
+@pytest.mark.parametrize("errors", ["raise", "skip"])
+def test_a_shard_that_is_gone_whose_items_are_to_be_passed_over(errors: str) -> None:
+    """The rest of the share goes missing, which is more than an item."""
+    how: Any = {"num_workers": 1, "readers": 1, "snapshot_every_n_steps": 100, "errors": errors}
+
+    def make(names: str) -> Any:
+        return DataLoader(Numbers(dict.fromkeys(names, 9), new_shards="append"), 4, **how)
+
+    loader = make("123")
+    assert len(list(itertools.islice(loader, 3))) == 3
+    with pytest.raises(ValueError, match="the shard '2' is gone, and 3 items of it"):
+        list(resumed(saved(loader), make("13")))
+
+
 @pytest.mark.filterwarnings("ignore:1 shard is gone", "ignore:shard .* is gone")
 def test_shards_that_change_twice_in_a_row() -> None:
     """The second time nothing was kept but what the first resumed run began with."""
