@@ -114,15 +114,17 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+_REFUSES = "_minato_refuses"
+
+
 def refuse(error: BaseException) -> None:
     """Mark what loading a state has raised: to leave it out as a sample would leave out all that follows."""
-    with contextlib.suppress(Exception):  # one that allows no attributes counts as a sample's
-        error._minato_refuses = True  # type: ignore[attr-defined]
+    vars(error)[_REFUSES] = True
 
 
 def is_refused(error: BaseException) -> bool:
     """Whether ``refuse`` has marked an exception."""
-    return hasattr(error, "_minato_refuses")
+    return _REFUSES in vars(error)
 
 
 def not_the_end(source: str, error: E) -> E | RuntimeError:
