@@ -30,6 +30,7 @@ __all__ = [
     "given_whole",
     "path_in",
     "refuse_class",
+    "refuse_one",
 ]
 
 _RANK_ATTRIBUTES = (("rank", "world_size"), ("rank", "num_replicas"), ("rank", "ranks"))
@@ -43,6 +44,12 @@ def refuse_class(name: str, value: type) -> NoReturn:
     raise TypeError(
         f"{name}={value.__name__} is a class: give an object of it, {value.__name__}(...)"
     )
+
+
+def refuse_one(name: str, value: object) -> None:
+    """TypeError: one text or path where several are expected; the letters of a text would be taken for them."""
+    if isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name}={os.fspath(value)!r} is one: give a list")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], others: str = "") -> None:

@@ -12,7 +12,7 @@ import torch
 
 from minato._fork_safety import renew_in_children
 from minato._support.threads import living
-from minato.checks import check_device, given_whole
+from minato.checks import check_device, given_whole, refuse_one
 from minato.delivery.device import Accelerator, accelerator_of, copy_batch, memory_pinner
 from minato.delivery.iterator import BatchIterator
 from minato.errors import shortened
@@ -223,11 +223,8 @@ def make_consumers(
         raise ValueError(f"n={n} and devices={devices}: give one of the two")
     if devices is None:
         places: list[torch.device | None] = [None] * given_whole("n", n, 1)
-    elif isinstance(devices, str):
-        raise TypeError(
-            f"devices={devices!r} is one text: give a list, with a device for each consumer"
-        )
     else:
+        refuse_one("devices", devices)
         found = [check_device(device) for device in devices]
         places = [None if each is None or each.type == "cpu" else each for each in found]
         if not places:

@@ -21,6 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from minato._fork_safety import forget_in_children
 from minato._support.threads import start_thread
+from minato.checks import refuse_one
 from minato.observe.epoch_log import EpochLog, Totals
 from minato.observe.gpus import INTERVAL_S
 
@@ -376,10 +377,9 @@ def loaders_in(found: object) -> Iterator[MeasuredLoader]:
 
 
 def checked(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of metrics; None: all. ValueError: one is no metric. TypeError: they are one text."""
+    """The names of metrics; None: all. ValueError: one is no metric. TypeError: they are one name."""
     known = [metric.name for metric in CATALOG]
-    if isinstance(names, str):
-        raise TypeError(f"names={names!r} is one text: give a list of names")
+    refuse_one("names", names)
     for name in names or ():
         if name not in known:
             raise ValueError(f"names: {name!r} is no metric: choose of {', '.join(known)}")

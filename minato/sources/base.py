@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
 from minato._support.values import items_of, message_of, plain, printable
-from minato.checks import given_number, given_whole
+from minato.checks import given_number, given_whole, refuse_one
 from minato.errors import MinatoError
 from minato.sources.connections import Connections, Settings
 
@@ -114,6 +114,7 @@ class KeyedSource(Dataset[Any], ABC):
         decode: Callable[[Any], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
+        refuse_one("keys", keys)
         self._keys = _by_position(keys)
         self._decode = decode
         self.retry = retry or Retry()

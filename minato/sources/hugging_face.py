@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from minato._support.values import message_of, type_name
+from minato.checks import refuse_one
 from minato.errors import missing
 from minato.sources.base import Row, SourceError
 from minato.sources.connections import Settings
@@ -45,6 +46,7 @@ class HuggingFaceShards(ShardedDataset[Row]):
         **options: object,
     ) -> None:
         super().__init__(seed=seed, new_shards=new_shards)
+        refuse_one("files", files)
         self._path, self._files = path, files
         self.settings = Settings(options)
 

@@ -24,7 +24,7 @@ except ModuleNotFoundError:
 
 from minato._support.counters import shared_integers
 from minato._support.values import message_of
-from minato.checks import check_shard, check_whole, given_whole
+from minato.checks import check_shard, check_whole, given_whole, refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
 from minato.streams.shards import ShardedDataset
@@ -50,6 +50,7 @@ class _RowGroups:
         filesystem: object,
     ) -> None:
         self.files = Place(files) if isinstance(files, (str, Env)) else files
+        refuse_one("columns", columns)
         self._columns = None if columns is None else list(columns)
         self._where, self._filesystem = where, filesystem
         self._paths: list[str] | None = None

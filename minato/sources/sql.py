@@ -10,6 +10,7 @@ from typing import Any
 from urllib.request import pathname2url
 
 from minato._fork_safety import held_off_forks
+from minato.checks import refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 
 __all__ = ["SQLite", "TableSource", "quoted", "quoted_column"]
@@ -59,6 +60,7 @@ class TableSource(KeyedSource):
     ) -> None:
         super().__init__(keys, decode, retry)
         self.table, self.key = table, key
+        refuse_one("columns", columns)
         self._columns = None if columns is None else tuple(columns)
         self._where = where
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
 from minato._support.values import message_of
+from minato.checks import refuse_one
 from minato.errors import missing
 from minato.sources.base import SourceError
 from minato.sources.connections import Place, Settings, shown_url
@@ -57,8 +58,7 @@ class TarShards(ShardedDataset[Sample]):
         **settings: object,
     ) -> None:
         super().__init__(seed=seed, new_shards=new_shards)
-        if isinstance(files, (str, os.PathLike)):
-            raise TypeError(f"files={os.fspath(files)!r} is one file: give a list")
+        refuse_one("files", files)
         urls = [os.fspath(file) for file in files]
         self._names = [shown_url(url) for url in urls]
         self._places = {name: Place(url) for name, url in zip(self._names, urls, strict=True)}

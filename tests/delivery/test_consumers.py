@@ -306,7 +306,7 @@ def test_what_is_asked_for_is_checked() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             loader.consumers(n, devices=devices)
-    with pytest.raises(TypeError, match="devices='meta' is one text: give a list"):
+    with pytest.raises(TypeError, match="devices='meta' is one: give a list"):
         loader.consumers(devices="meta")
     with pytest.raises(ValueError, match="device='meta' is one device for all"):
         DataLoader(Numbers(3), device="meta").consumers(2)

@@ -29,7 +29,7 @@ def test_loaders_are_found_in_collections() -> None:
     assert list(metrics_of(one, "m/", checked(None))) == [f"m/{name}" for name in one.metrics()]
     assert list(metrics_of([one, other], "m/", ["epoch"])) == ["m/0 one/epoch", "m/1 other/epoch"]
     assert metrics_of(plain, "m/", ["epoch"]) == metrics_of(None, "m/", ["epoch"]) == {}
-    with pytest.raises(TypeError, match="names='epoch' is one text: give a list"):
+    with pytest.raises(TypeError, match="names='epoch' is one: give a list"):
         checked("epoch")
     with pytest.raises(ValueError, match="'wait' is no metric: choose of batches_total, "):
         checked(["wait"])

@@ -363,3 +363,21 @@ def test_a_pickled_source_takes_nothing_along() -> None:
     source: Any = Flaky(0, OSError, Retry())
     again = pickle.loads(pickle.dumps(source))
     assert again.subset(["c"])[0] == "C"
+
+
+def test_one_text_in_place_of_several_is_refused() -> None:
+    """Its letters would be taken for names of columns, files or keys."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: install the extra 'test'")
+    pytest.importorskip("datasets", reason="datasets is not installed: install the extra 'test'")
+    from minato.sources.hugging_face import HuggingFaceShards
+    from minato.sources.parquet import Parquet, ParquetShards, ParquetStream
+
+    one: Any = "ab"
+    for make in (Parquet, ParquetShards, ParquetStream):
+        with pytest.raises(TypeError, match="columns='ab' is one: give a list"):
+            make("x.parquet", columns=one)
+    for option in ("columns", "keys"):
+        with pytest.raises(TypeError, match=f"{option}='ab' is one: give a list"):
+            SQLite("x.db", "samples", **{option: one})
+    with pytest.raises(TypeError, match="files='ab' is one: give a list"):
+        HuggingFaceShards("json", one)

@@ -181,7 +181,7 @@ def test_a_sample_of_a_tar_file(tmp_path: Path) -> None:
         rest = iter(shards)
         rest.skip(1)
         assert list(rest) == expected[1:]
-    with pytest.raises(TypeError, match=r"files='.*a\.tar' is one file: give a list"):
+    with pytest.raises(TypeError, match=r"files='.*a\.tar' is one: give a list"):
         TarShards(file)
 
 
