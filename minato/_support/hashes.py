@@ -66,6 +66,8 @@ _OF_CLASSES = frozenset(
 _OF_PYTHON = 1 << 9
 """A flag of types that a ``class`` statement may have made; the classes of C have no attribute of their own."""
 _STANDARD = b"the standard library"
+_CONSTANT_NBYTES = 4
+"""The bytecode of a function that returns a constant in Python 3.12, which keeps no columns for it."""
 _END: Any = object()
 
 
@@ -316,10 +318,12 @@ class _Walk:
             return
         places = list(code.co_positions())
         if function.__name__ == "<lambda>" and not any(column for *_, column in places):
-            raise TypeError(
-                f"{name} has no fingerprint, as Python keeps no columns, which tell it from others in its line: make "
-                "it a function with a name"
-            )
+            if len(code.co_code) > _CONSTANT_NBYTES:
+                raise TypeError(
+                    f"{name} has no fingerprint, as Python keeps no columns, which tell it from others in its line: "
+                    "make it a function with a name"
+                )
+            yield code.co_consts
         yield repr(places)
         for part, value in parts_of(function):
             is_cell = part not in (".__defaults__", ".__kwdefaults__")
