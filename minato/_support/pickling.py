@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from multiprocessing import current_process, reduction
 from multiprocessing.process import BaseProcess
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -505,7 +505,8 @@ def _loaded(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)
     except AttributeError as error:
-        if not str(error).startswith("Can't get attribute"):
+        # Of the module itself from Python 3.14 on.
+        if not (str(error).startswith("Can't ") or type(error.obj) is ModuleType):
             raise
         raise NotPicklableError(
             f"{error}: workers that are not forked import the main module again, without the code under "
