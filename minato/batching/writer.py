@@ -136,6 +136,7 @@ class BatchWriter:
             if rest := len(indices) - failed - 1:
                 self._fill(batch, k + failed + 1, rest)
             return
+        count = len(samples)  # collate_fn may change its list
         has_skipped = self._skips and any(map(is_skip, samples))
         in_one = whole and (self.collates or has_skipped or self.state is not None)
         if in_one:
@@ -151,7 +152,7 @@ class BatchWriter:
             return
         if not in_one:
             self._write(batch, k, indices, samples, whole)
-        self._fill(batch, k, len(samples))
+        self._fill(batch, k, count)
 
     def deliver_rows(self, position: int, rows: Rows) -> int:
         """Deliver rows, the first of which is at ``position`` in the ledger, to their own places, or to free ones.

@@ -502,6 +502,17 @@ def test_samples_that_only_the_collate_fn_can_read(workers: Any, own: Any) -> No
     same_for_both(case, **own)
 
 
+@each
+@pytest.mark.parametrize("change", [list.pop, list.clear, lambda samples: samples.append(0)])
+def test_collate_fn_may_change_its_list(change: Any, workers: Any, own: Any) -> None:
+    def case(make: Any) -> Any:
+        return [
+            *make(range(23), 5, collate_fn=lambda samples: [change(samples), samples], **workers)
+        ]
+
+    same_for_both(case, **own)
+
+
 def test_results_that_cannot_be_sent_are_errors() -> None:
     errors = TypeError, AttributeError, pickle.PicklingError  # the last from Python 3.14 on
     for result in (lambda: None, (n for n in ()), memoryview(b"")):
