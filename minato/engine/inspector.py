@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from minato._fork_safety import this_process
+from minato._fork_safety import signals_deferred, this_process
 from minato._support.objects import figures_of
 from minato._support.values import message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
@@ -204,7 +204,8 @@ class Inspector:
         host, port = address
         port += local_rank() if port else 0
         try:
-            self._history.served_metrics = ServedMetrics(self.labelled_metrics(), (host, port))
+            with signals_deferred():  # one that nobody holds would keep the address for good
+                self._history.served_metrics = ServedMetrics(self.labelled_metrics(), (host, port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or message_of(error)
             raise OSError(

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -234,6 +235,21 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(minato.MinatoWarning, match=f"127.0.0.1:{port}"):
             assert len(list(loader)) == 6
         assert loader.metrics_url is None
+
+
+def test_an_interrupted_start_frees_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        thread.start()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(metrics, "start_thread", start)
+    loader = loader_of(observe=minato.Observe(metrics=free_port()))
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert len(list(loader)) == 6
+    fetched(url := loader.metrics_url)
+    loader.close()
+    assert_nothing_listens(url)
 
 
 def test_a_port_above_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
