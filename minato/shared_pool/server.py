@@ -305,6 +305,8 @@ class PoolServer:
             self._stay_no_longer()
             _SERVING.discard(self)
             self._ranks.arenas.clear()  # without waiting for the garbage collector
+            for slot in self._ranks.slots:
+                slot.leases.clear()
 
     def _next_job(self) -> Callable[[], None] | None:
         """Wait until there is something to do; None: this process serves no more epochs."""

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DistributedSampler, Sampler
 
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
+from minato._core.segment import Segment
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.shared_pool import channel, server
@@ -220,6 +221,24 @@ def test_batches_outlive_the_loader_and_the_host() -> None:
 
     with Job(program) as job:
         assert job.result(1) == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+def test_the_memory_of_a_host_is_free_when_all_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, although the other rank keeps its batches."""
+    monkeypatch.setattr("minato._support.threads.parent_process", lambda: None)  # as under torchrun
+
+    def program(rank: int, together: Any) -> Any:
+        loader = pooled(Filled(16, 1000), 4)
+        kept = [batch for batch in loader if rank]
+        together.wait()
+        gc.collect()
+        gc.disable()
+        del loader
+        wait_until(lambda: rank == 1 or Segment.num_living() == 0)
+        together.wait()
+        return len(kept)
+
+    assert run(program) == [0, 2]
 
 
 class Ending:
