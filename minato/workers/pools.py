@@ -335,7 +335,10 @@ class ThreadPool(WorkerPool):
             worker.close()
 
     def check(self) -> None:
-        """Raise RuntimeError if the workers were ended, one has ended by itself, or this is a forked child."""
+        """Raise RuntimeError if the workers were ended, one has ended by itself, or this is a forked child.
+
+        While the interpreter exits, which ends them, a thread may still iterate.
+        """
         super().check()
         running = living(*self.threads)
         ended = [
@@ -343,7 +346,7 @@ class ThreadPool(WorkerPool):
             for number, thread in enumerate(self.threads)
             if not (thread in running or self.may_leave(number))
         ]
-        if ended:
+        if ended and not exiting():
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
 
     def may_leave(self, number: int) -> bool:

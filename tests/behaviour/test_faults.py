@@ -75,9 +75,9 @@ def test_workers_outlive_the_thread_that_started_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_thread_that_iterates_at_the_end_starts_no_workers(method: str) -> None:
-    assert run("faulted.py", "exits", method) == ""
+@pytest.mark.parametrize("workers", ["fork", "spawn", "thread"])
+def test_a_thread_that_iterates_at_the_end_starts_no_workers(workers: str) -> None:
+    assert run("faulted.py", "exits", workers) == ""
 
 
 # ---- processes that are stopped -------------------------------------------------------------

@@ -86,13 +86,14 @@ def stopped() -> None:
     print("complete")
 
 
-def exits(method: str) -> None:
+def exits(workers: str) -> None:
     """End the interpreter while a daemon thread waits for batches."""
     begun = threading.Event()
+    options = {"workers": workers} if workers == "thread" else {"multiprocessing_context": workers}
 
     def run() -> None:
         dataset = Sleepy(12, 0.05)
-        for _ in DataLoader(dataset, 1, num_workers=2, multiprocessing_context=method):
+        for _ in DataLoader(dataset, 1, num_workers=2, **options):
             begun.set()
 
     threading.Thread(target=run, daemon=True).start()
