@@ -18,6 +18,7 @@ __all__ = [
     "address_space_advice",
     "explaining_limits",
     "futex_error",
+    "limit_met",
     "slot_overflow",
     "soft_limit",
 ]
@@ -76,14 +77,15 @@ def explaining_limits(task: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = _reason(error.errno)
+        reason = limit_met(error.errno)
         if reason is None or error.strerror is None or error.strerror.startswith("cannot "):
             raise
         text = f"cannot {task}: {error.strerror}. {reason}"
         raise type(error)(error.errno, text) from None
 
 
-def _reason(number: int | None) -> str | None:
+def limit_met(number: int | None) -> str | None:
+    """Which limit an error of this number has met, and what to do, in sentences; None if that is not known."""
     if number == errno.EMFILE:
         return (
             f"This process may have {soft_limit('RLIMIT_NOFILE')} open files and has no more to spare: raise the limit "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import errno
 import sys
 import threading
 import weakref
@@ -14,6 +15,7 @@ from threading import Thread
 from types import BuiltinFunctionType
 
 from minato._compat import exit_code, watch_exit_code
+from minato._core.limits import limit_met
 
 __all__ = [
     "at_end",
@@ -46,9 +48,11 @@ def start_thread(thread: Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
+        if str(error) == "can't start new thread":
+            raise RuntimeError(f"{error}: {limit_met(errno.EAGAIN)}") from None
         raised = error.__context__
         if raised is None or str(error) != "release unlocked lock":
-            raise  # the limit of threads is reached
+            raise
         raise raised from None
 
 
