@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato._compat import shared_file_storage
+from minato._core.limits import explaining_limits
+from minato._core.segment import anonymous_file
 from minato._fork_safety import renew_in_children
 
 __all__ = ["Counters", "shared_integers"]
@@ -30,9 +32,9 @@ def shared_integers(*shape: int) -> torch.Tensor:
     """
     nbytes, storage = 8 * math.prod(shape), None
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
+        with explaining_limits("share counters"):
+            descriptor = anonymous_file(nbytes)
         try:
-            os.ftruncate(descriptor, nbytes)
             storage = shared_file_storage(descriptor, nbytes)
         finally:
             os.close(descriptor)

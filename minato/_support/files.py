@@ -9,13 +9,15 @@ import os
 import secrets
 import stat
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
+
+from minato._core.limits import explaining_limits
+from minato._core.segment import anonymous_file
 
 if sys.platform != "win32":
     import fcntl
@@ -181,11 +183,8 @@ def write_atomically(
 
 def anonymous_log() -> int:
     """A descriptor that appends to a file without a name, in memory where the system can."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("minato-log", os.MFD_CLOEXEC)
-    else:
-        descriptor, name = tempfile.mkstemp(prefix="minato")
-        os.unlink(name)
+    with explaining_limits("keep a log in memory"):
+        descriptor = anonymous_file(0)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     return descriptor
 

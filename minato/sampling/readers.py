@@ -22,6 +22,7 @@ import numpy as np
 
 from minato._compat import ExceptionWrapper
 from minato._core import SharedWords
+from minato._core.limits import explaining_limits
 from minato._core.segment import Memory, anonymous_file
 from minato._support.items import item_of, key_of
 from minato._support.pickling import pickled
@@ -214,7 +215,8 @@ class StateSlots:
     def __init__(self, readers: int, depth: int) -> None:
         self.depth = depth
         self._readers = readers
-        self._adopt(anonymous_file(0))
+        with explaining_limits("share the states of readers"):
+            self._adopt(anonymous_file(0))
 
     def _adopt(self, descriptor: int) -> None:
         self._descriptor = descriptor

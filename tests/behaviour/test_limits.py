@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import resource
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ import torch
 from minato import DataLoader
 from minato._core.limits import slot_overflow
 from minato._core.segment import Segment
+from minato._support.counters import Counters
+from minato._support.files import anonymous_log
 from minato._system import available_memory_bytes
 from minato.batching import arena
+from minato.sampling.readers import StateSlots
 from tests.subprocesses import run
 
 GIB = 1 << 30
@@ -80,11 +84,18 @@ def test_a_limit_on_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         Segment(1 << 62, 1 << 62, shared=False)
 
 
-def test_a_refused_memfd_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Segment(4096), lambda: Counters("a"), lambda: StateSlots(1, 2), anonymous_log],
+    ids=["segment", "counters", "states", "log"],
+)
+def test_a_refused_memfd_is_named(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(name: str, flags: int) -> int:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(PermissionError, match=r"security policy.*num_workers=0"):
-        Segment(4096)
+        make()
     assert torch.cat(list(DataLoader(range(8), 4))).tolist() == list(range(8))  # type: ignore[arg-type]
