@@ -28,6 +28,7 @@ except ModuleNotFoundError:
 
 from minato.sources.base import KeyedSource, Retry, TruncatedObject
 from minato.sources.connections import Env, Place, Settings
+from minato.sources.tars import StrictHeader
 
 __all__ = ["Objects", "Part", "tar_members"]
 
@@ -77,7 +78,7 @@ class Objects(KeyedSource):
             the environment variables of the service (``AWS_ACCESS_KEY_ID`` …).
     """
 
-    transient = (GenericError, ConnectionError, TimeoutError)
+    transient = (GenericError, OSError)
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Objects(KeyedSource):
 
     def read_value(self, key: Any) -> bytes:
         part = _part_of(key)
-        with self._reading() as store:
+        with self.reading() as store:
             if part is None:
                 found = obstore.get(store, key)
                 return _whole(key, bytes(found.bytes()), found.meta["size"])
@@ -140,7 +141,7 @@ class Objects(KeyedSource):
 
     async def _read_later(self, key: Any) -> bytes:
         part = _part_of(key)
-        with self._reading() as store:
+        with self.reading() as store:
             if part is None:
                 found = await obstore.get_async(store, key)
                 return _whole(key, bytes(await found.bytes_async()), found.meta["size"])
@@ -151,7 +152,7 @@ class Objects(KeyedSource):
             return _whole(part, bytes(value), end - start)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[Any]:
+    def reading(self) -> Iterator[Any]:
         """A store; its error for a missing object becomes a LookupError."""
         with _panics(), self.connections.lease() as store:
             try:
@@ -195,12 +196,14 @@ def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]
         file.
 
     Raises:
+        SourceError: The archive is damaged, cut off, or cannot be read; reads are repeated like those of samples.
         ValueError: A member has no range: it is a sparse file, a symbolic link, a device, or a link to nothing; or two
             members have one name. The message names it.
     """
     found: dict[str, Part] = {}
     refused: dict[str, str] = {}
-    for name, linked, start, size, fault in _in_a_fork(lambda: _members(source, path)):
+    members = source.attempt(_tar(path), lambda: _in_a_fork(lambda: _members(source, path)))
+    for name, linked, start, size, fault in members:
         if linked and linked not in found:
             fault = f"is a link to {linked!r}, which is not before it in the archive"
         elif name in found or name in refused:
@@ -223,30 +226,51 @@ _Member = tuple[str, str, int, int, str]
 
 
 def _members(source: Objects, path: str) -> Iterator[_Member]:
-    with source.connections.lease() as store:
-        reader = _Reader(obstore.open_reader(store, path, buffer_size=_HEADERS_BYTES))
-        with tarfile.open(fileobj=cast(Any, reader), mode="r:") as archive:
-            for member in archive:
-                if member.isdir():
-                    continue
-                plain = member.isfile() or member.islnk()
-                fault = "" if plain else "is a symbolic link or a device"
-                if member.issparse():
-                    fault = "is a sparse file, whose bytes are not in one piece"
-                linked = member.linkname if member.islnk() else ""
-                yield member.name, linked, member.offset_data, member.size, fault
+    reader = cast(Any, _Reader(source, path))
+    with tarfile.open(fileobj=reader, mode="r:", tarinfo=StrictHeader) as archive:
+        for member in archive:
+            if member.isdir():
+                continue
+            plain = member.isfile() or member.islnk()
+            fault = "" if plain else "is a symbolic link or a device"
+            if member.issparse():
+                fault = "is a sparse file, whose bytes are not in one piece"
+            linked = member.linkname if member.islnk() else ""
+            yield member.name, linked, member.offset_data, member.size, fault
 
 
 class _Reader:
-    """obstore's file for tarfile, which needs ``bytes`` instead of buffers."""
+    """A file for tarfile, whose reads are repeated after transient errors."""
 
-    def __init__(self, file: obstore.ReadableFile) -> None:
-        self._file = file
-        self.seek = file.seek
-        self.tell = file.tell
+    def __init__(self, source: Objects, path: str) -> None:
+        self._source, self._path = source, path
+        self._file: obstore.ReadableFile | None = None
+        self._at = 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, at: int) -> None:
+        self._at = at
 
     def read(self, nbytes: int) -> bytes:
-        return bytes(self._file.read(nbytes))
+        found: bytes = self._source.attempt(_tar(self._path), lambda: self._read(nbytes))
+        self._at += len(found)
+        return found
+
+    def _read(self, nbytes: int) -> bytes:
+        file, self._file = self._file, None  # one that has failed is not used again
+        with self._source.reading() as store:
+            file = file or obstore.open_reader(store, self._path, buffer_size=_HEADERS_BYTES)
+            if file.tell() != self._at:  # seeking drops what was read ahead
+                file.seek(self._at)
+            found = bytes(file.read(nbytes))
+        self._file = file
+        return found
+
+
+def _tar(path: str) -> str:
+    return f"tar file {path!r}"
 
 
 def _part_of(key: Any) -> Part | None:

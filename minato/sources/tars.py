@@ -97,7 +97,7 @@ class _Samples(Iterator[Sample]):
         if path.endswith(_GZIPPED):  # tarfile itself does not compare the checksum
             self._checked = gzip.GzipFile(fileobj=file)
             mode, file = "r|", cast(IO[bytes], self._checked)
-        self._archive: Any = tarfile.open(fileobj=file, mode=mode, tarinfo=_Header)  # noqa: SIM115
+        self._archive: Any = tarfile.open(fileobj=file, mode=mode, tarinfo=StrictHeader)  # noqa: SIM115
         self._count = 0
         self._next: _Member | None = None
         self._advance()
@@ -167,7 +167,7 @@ class _Samples(Iterator[Sample]):
         self._close()
 
 
-class _Header(tarfile.TarInfo):
+class StrictHeader(tarfile.TarInfo):
     """A header of a member; a damaged one would otherwise count as the end of the file."""
 
     @classmethod

@@ -21,6 +21,8 @@ from tests.sources.kinds import COUNT, Kind, name_of, of_bytes, record, tar_of
 
 pytest.importorskip("obstore", reason="obstore is not installed: install the extra 'test'")
 
+import obstore
+
 from minato.sources.objects import Objects, Part, _whole, tar_members
 from minato.sources.splits import load_splits, save_splits
 from tests.subprocesses import in_forks
@@ -249,3 +251,47 @@ def test_processes_that_list_and_read(tmp_path: Path) -> None:
 def test_the_keys_of_a_tar_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.tar").write_bytes(tar_of([]))
     assert tar_members(Objects(f"file://{tmp_path}", decode=of_bytes), "empty.tar") == {}
+
+
+def test_headers_of_a_tar_file_are_read_again_after_lost_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = obstore.open_reader
+
+    class Breaking:
+        """Gives some parts, and then no more."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._file = opened(*arguments, **options)
+            self.seek, self.tell, self._left = self._file.seek, self._file.tell, 50
+
+        def read(self, nbytes: int) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise OSError("Generic HTTP error: error sending request")
+            return self._file.read(nbytes)
+
+    monkeypatch.setattr(obstore, "open_reader", Breaking)
+    (tmp_path / "a.tar").write_bytes(tar_of(range(COUNT)))
+    source = Objects(f"file://{tmp_path}", **THRICE)
+    assert len(tar_members(source, "a.tar")) == COUNT
+    assert source.retries >= COUNT // 50
+    with pytest.raises(SourceError, match=r"cannot read tar file 'a\.tar' after .* error sending"):
+        tar_members(Objects(f"file://{tmp_path}", **ONCE), "a.tar")
+    with pytest.raises(MissingKey, match=r"has no tar file 'none\.tar'"):
+        tar_members(source, "none.tar")
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data.replace(b"07.bin", b"x7.bin"), "a header is damaged"),
+        (lambda data: data[: 5 * 1024], "and may be cut"),
+        (lambda data: data[: 5 * 1024 + 100], "a header is damaged: truncated header"),
+        (lambda data: data[: 5 * 1024 + 520], "unexpected end of data"),
+    ],
+)
+def test_a_damaged_tar_file_is_no_shorter_one(damage: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(damage(tar_of(range(10))))
+    with pytest.raises(SourceError, match=rf"cannot read tar file 'a\.tar': .*{text}"):
+        tar_members(Objects(f"file://{tmp_path}"), "a.tar")
