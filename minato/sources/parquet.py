@@ -34,6 +34,9 @@ __all__ = ["Parquet", "ParquetShards", "ParquetStream"]
 _GROUPS, _ROWS = 0, 1
 """The purpose of a generator, a part of its seed after (seed, epoch)."""
 
+_FILTERED = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+"""Types of columns of which Arrow cannot select rows, and those that it makes of them."""
+
 _Get = Callable[[int], Any]
 _Rows = tuple[int, Callable[[int], Row]]
 """Number of rows, and the function that returns row i."""
@@ -133,7 +136,8 @@ def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
     ValueError: Either type would cut values of the other.
     """
     columns: dict[str, pa.Field] = {}
-    for field in itertools.chain(*schemas):
+    for given in itertools.chain(*schemas):
+        field = given.with_type(_FILTERED.get(given.type, given.type))
         known = columns.setdefault(field.name, field)
         if known.type != field.type:
             both = [pa.schema([known]), pa.schema([field])]

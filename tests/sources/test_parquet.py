@@ -129,6 +129,16 @@ def test_columns_and_rows_are_pushed_down(folder: Path) -> None:
     assert len(Parquet(folder, where=ds.field("id") > 1000)) == 0
 
 
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
+def test_views_are_strings_and_rows_are_selected_by_them(kind: Any, tmp_path: Path) -> None:
+    """As other programs than pyarrow write them: Arrow itself selects no rows of such columns."""
+    texts = pa.array(["a", None, "c"]).cast(kind)
+    pq.write_table(pa.table({"id": [0, 1, 2], "text": texts}), tmp_path / "a.parquet")
+    assert [row["text"] for row in ParquetStream(tmp_path)] == texts.to_pylist()
+    assert ids(ParquetStream(tmp_path, where=ds.field("text") > texts[0].as_py())) == [2]
+    assert ids(ParquetStream(tmp_path, ["id"], where=ds.field("id") < 2)) == [0, 1]
+
+
 def test_a_row_group_is_read_once_as_long_as_it_is_kept(folder: Path) -> None:
     source = Parquet(folder, ["id"], kept_groups=2)
     with mock.patch.object(source._groups, "read", wraps=source._groups.read) as read:
