@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -12,6 +13,9 @@ from minato.sources.base import KeyedSource, Retry, SourceError
 from minato.sources.connections import Env, Place, Settings
 
 __all__ = ["Files"]
+
+_LOST = re.compile("Connect|Timeout|Payload|Protocol|Transport")
+"""In the names of the classes that libraries below fsspec have for a lost connection."""
 
 
 class Files(KeyedSource):
@@ -47,6 +51,14 @@ class Files(KeyedSource):
             self.place.url, skip_instance_cache=True, **self.settings.values()
         )
         return system, directory.rstrip("/")
+
+    def is_transient(self, error: Exception) -> bool:
+        response = getattr(error, "response", None) or error
+        status = getattr(response, "status", None) or getattr(response, "status_code", None)
+        if isinstance(status, int):
+            return status in (408, 425, 429) or status >= 500
+        lost = _LOST.search(" ".join(kind.__name__ for kind in type(error).__mro__))
+        return lost is not None or super().is_transient(error)
 
     def read_value(self, key: str) -> bytes:
         # Some file systems decode paths like URLs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: install 
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 from fsspec.utils import infer_storage_options  # noqa: E402
 
-from minato.sources.base import SourceError  # noqa: E402
+from minato.sources.base import Retry, SourceError  # noqa: E402
 from minato.sources.files import Files  # noqa: E402
 
 
@@ -73,3 +74,48 @@ def test_keys_that_only_look_like_it(tmp_path: Path) -> None:
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data" / "a..b").write_bytes(b"content")
     assert Files(str(tmp_path), keys=["..data/a..b"])[0] == b"content"
+
+
+class ClientPayloadError(Exception):
+    """As that of aiohttp."""
+
+
+class HTTPError(OSError):
+    """As that of requests."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ClientPayloadError(), True),
+        (TimeoutError(), True),
+        (HTTPError(503), True),
+        (HTTPError(429), True),
+        (HTTPError(403), False),
+        (PermissionError(), False),
+        (ValueError(), False),
+    ],
+)
+def test_what_a_network_loses_is_read_again(error: Exception, passes: bool) -> None:
+    errors = [error]
+
+    class Flaky(MemoryFileSystem):
+        protocol = "flaky"
+
+        def cat_file(self, *arguments: Any, **options: Any) -> bytes:
+            if errors:
+                raise errors.pop()
+            return b"content"
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    source = Files("flaky://data", keys=["a"], retry=Retry(2, 0.001))
+    if passes:
+        assert source[0] == b"content"
+    else:
+        with pytest.raises(SourceError):
+            source[0]
+    assert source.retries == passes
