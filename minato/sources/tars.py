@@ -29,6 +29,7 @@ _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 _HIDDEN = re.compile(r"(^|/)__[^/]*__($|/|\.)")
 _GZIPPED = (".gz", ".tgz")
 _COMPRESSED = (*_GZIPPED, ".bz2", ".xz")
+_PACKED = "names of packed ones end with .gz, .tgz, .bz2 or .xz"
 _CHUNK = 1 << 16
 
 
@@ -184,7 +185,8 @@ class StrictHeader(tarfile.TarInfo):
                     "the file ends without the block of zeros that ends an archive, and may be cut: fetch or write it "
                     "again"
                 ) from error
-            raise tarfile.ReadError(f"a header is damaged: {message_of(error)}") from error
+            other = "" if archive.offset else f", or this is no plain tar file ({_PACKED})"
+            raise tarfile.ReadError(f"a header is damaged{other}: {message_of(error)}") from error
 
 
 def _is_remote(name: str) -> bool:

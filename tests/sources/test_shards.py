@@ -238,6 +238,13 @@ def test_a_damaged_file_is_an_error_that_names_it(
         assert labels(loader) == [*range(kept), *numbers_of(1)]
 
 
+@pytest.mark.parametrize("data", [gzip.compress(bytes(10_000)), b"<html>" * 200])
+def test_a_file_that_is_no_tar_file_is_called_so(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(data)
+    with pytest.raises(SourceError, match=r"this is no plain tar file \(names of packed"):
+        next(iter(TarShards([tmp_path / "0.tar"])))
+
+
 def test_an_archive_ends_with_a_block_of_zeros(tmp_path: Path) -> None:
     """What follows is not read. Without such a block nobody knows whether the file is whole."""
     path = tmp_path / "0.tar"
