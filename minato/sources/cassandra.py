@@ -135,7 +135,8 @@ class Cassandra(TableSource, BatchedSource):
             session = cluster.connect()
         except BaseException as error:
             cluster.shutdown()
-            for refusal in getattr(error, "errors", {}).values():
+            errors = getattr(error, "errors", None)  # by host, a list of hosts, or None
+            for refusal in errors.values() if isinstance(errors, dict) else ():
                 if isinstance(refusal, AuthenticationFailed):  # another attempt changes nothing
                     raise refusal from None
             raise

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -27,8 +28,9 @@ from tests.sources.servers import Settings
 
 pytest.importorskip("cassandra")
 
-from cassandra import ConsistencyLevel
-from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile
+from cassandra import ConsistencyLevel, OperationTimedOut
+from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, NoHostAvailable
+from cassandra.connection import Connection
 from cassandra.policies import FallthroughRetryPolicy, RoundRobinPolicy
 
 from minato.sources.cassandra import Cassandra, _Session
@@ -144,6 +146,25 @@ def test_a_wrong_role_is_refused_without_further_tries(settings: Settings) -> No
         source.get("nut")
     assert source.retries == 0
     assert servers.PASSWORD not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoHostAvailable("Unable to connect to any servers", ["10.0.0.1"]),
+        NoHostAvailable("Unable to connect to any servers", {"10.0.0.1": OSError("refused")}),
+        OperationTimedOut(),
+    ],
+)
+def test_a_node_that_is_lost_while_connecting_is_tried_again(error: Exception) -> None:
+    """The driver tells of it in several forms."""
+    cluster = mock.Mock(connection_class=Connection)
+    cluster.connect.side_effect = error
+    retry = Retry(3, 0.001)
+    source = Cassandra("nowhere", "shop.goods", make_cluster=lambda *_, **__: cluster, retry=retry)
+    with pytest.raises(SourceError, match=f"after .* s of tries: {type(error).__name__}"):
+        source.get("nut")
+    assert source.retries == 2
 
 
 def over_tls(hosts: list[str], certificate: Path, **settings: Any) -> Cluster:
