@@ -277,13 +277,6 @@ class CoroutineReads(Reads):
             read.error = error
         self.finish(read)
 
-    async def cancel(self) -> None:
-        """Cancel all reads, in the thread of the event loop."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         self.is_closed = True
         loop.stop()
@@ -300,13 +293,19 @@ def _run_loop(reference: weakref.ref[CoroutineReads], loop: asyncio.AbstractEven
     while _is_open(reference) and not loop.is_closed():
         with suppress(BaseException):
             loop.run_forever()
-    reads = reference()
-    for ending in (
-        (loop.shutdown_asyncgens,) if reads is None else (reads.cancel, loop.shutdown_asyncgens)
-    ):
+    for ending in (_cancel_tasks, loop.shutdown_asyncgens):
         with suppress(BaseException):
             loop.run_until_complete(ending())
     loop.close()
+
+
+async def _cancel_tasks() -> None:
+    """Cancel all tasks of the event loop, also those of the dataset's libraries."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_GRACE_S)
 
 
 def _is_open(reference: weakref.ref[CoroutineReads]) -> bool:

@@ -360,6 +360,26 @@ def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
     assert values(loader) == in_fours(40)
 
 
+class Lingers(Numbers):
+    """Reads that begin a task which outlives them, as libraries for networks do."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.begun: list[asyncio.Task[None]] = []
+
+    async def __aget__(self, index: int) -> int:
+        self.begun.append(asyncio.get_running_loop().create_task(asyncio.sleep(1000)))
+        return index
+
+
+def test_tasks_of_the_dataset_are_cancelled_with_the_event_loop() -> None:
+    dataset = Lingers(8)
+    loader = minato.DataLoader(dataset, 4, num_workers=1, workers="thread", fetch_concurrency=4)
+    assert flat(loader) == [*range(8)]
+    wait_until(lambda: all(task.cancelled() for task in dataset.begun))
+    assert len(dataset.begun) == 8
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked(method: str) -> None:
     options = {"num_workers": 1, "multiprocessing_context": method}
