@@ -73,7 +73,7 @@ class Files(KeyedSource):
 
     def list_keys(self) -> Sequence[str]:
         with self.connections.lease() as (system, directory):
-            found = sorted(path[len(directory) + 1 :] for path in system.find(directory))
+            found = [path.removeprefix(directory) for path in system.find(directory)]
             if not found and not system.exists(directory):
                 raise FileNotFoundError(directory)
-        return found
+        return sorted(path.removeprefix("/") for path in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -74,6 +75,16 @@ def test_keys_that_only_look_like_it(tmp_path: Path) -> None:
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data" / "a..b").write_bytes(b"content")
     assert Files(str(tmp_path), keys=["..data/a..b"])[0] == b"content"
+
+
+def test_keys_of_an_archive_are_the_names_in_it(tmp_path: Path) -> None:
+    """Its paths begin with no slash, as there is no directory."""
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for name in ("a", "folder/b"):
+            archive.writestr(name, name)
+    source = Files(f"zip://::file://{tmp_path}/all.zip")
+    assert source.keys == ["a", "folder/b"]
+    assert [*source] == [b"a", b"folder/b"]
 
 
 class ClientPayloadError(Exception):
