@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tarfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -68,8 +69,8 @@ class Objects(KeyedSource):
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it. It
             may be an :class:`~minato.sources.connections.Env`.
-        keys, retry: See :class:`KeyedSource`. Without ``keys``, all objects below ``url`` in the order of their paths;
-            an HTTP server has no such list.
+        keys, retry: See :class:`KeyedSource`. Without ``keys``, all objects below ``url`` in the order of their paths,
+            but for the empty ones that mark a folder; an HTTP server has no such list.
         decode: Called with the object's ``bytes``.
         client_options: Those of obstore (``allow_http``, ``timeout``, ``default_headers`` …), each of them a value or
             an :class:`~minato.sources.connections.Env`.
@@ -161,12 +162,20 @@ class Objects(KeyedSource):
                 raise LookupError(*error.args) from error
 
     def list_keys(self) -> Sequence[str]:
-        return sorted(path for paths in _in_a_fork(self._pages) for path in paths)
+        sizes = dict(pair for pairs in _in_a_fork(self._pages) for pair in pairs)
+        paths = sorted(sizes)
 
-    def _pages(self) -> Iterator[list[str]]:
+        def is_folder(path: str) -> bool:
+            """Whether it is the empty object that marks a folder; obstore hides the slash at the end of its name."""
+            at = bisect_left(paths, f"{path}/")
+            return not path or (at < len(paths) and paths[at].startswith(f"{path}/"))
+
+        return [path for path in paths if sizes[path] or not is_folder(path)]
+
+    def _pages(self) -> Iterator[list[tuple[str, int]]]:
         with self.connections.lease() as store:
             for chunk in obstore.list(store):
-                yield [meta["path"] for meta in chunk]
+                yield [(meta["path"], meta["size"]) for meta in chunk]
 
 
 def _with_header(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -253,6 +253,16 @@ def test_the_keys_of_a_tar_of_nothing(tmp_path: Path) -> None:
     assert tar_members(Objects(f"file://{tmp_path}", decode=of_bytes), "empty.tar") == {}
 
 
+def test_empty_objects_that_mark_folders_are_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consoles of object stores make them; obstore gives ``dir/`` as ``dir``, and finds none of this name."""
+    sizes = {"": 0, "b/c/d": 3, "b": 0, "b-": 0, "b/c": 0, "e": 0, "f": 1, "f/g": 1}
+    found = [{"path": path, "size": size} for path, size in sizes.items()]
+    monkeypatch.setattr(obstore, "list", lambda store: [found[:4], found[4:]])
+    assert Objects(f"file://{tmp_path}").keys == ["b-", "b/c/d", "e", "f", "f/g"]
+
+
 def test_headers_of_a_tar_file_are_read_again_after_lost_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
