@@ -114,7 +114,6 @@ class KeyedSource(Dataset[Any], ABC):
         decode: Callable[[Any], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
-        refuse_one("keys", keys)
         self._keys = _by_position(keys)
         self._decode = decode
         self.retry = retry or Retry()
@@ -274,6 +273,7 @@ class BatchedSource(KeyedSource):
 
 def _by_position(keys: Sequence[object] | None) -> Sequence[object] | None:
     """Keys that an index finds by their position, not by a label as pandas does; an array is not copied."""
+    refuse_one("keys", keys)
     by_position = keys is None or isinstance(keys, (Sequence, np.ndarray, torch.Tensor))
     return keys if by_position else items_of("keys", keys)
 

@@ -379,5 +379,7 @@ def test_one_text_in_place_of_several_is_refused() -> None:
     for option in ("columns", "keys"):
         with pytest.raises(TypeError, match=f"{option}='ab' is one: give a list"):
             SQLite("x.db", "samples", **{option: one})
+    with pytest.raises(TypeError, match="keys='ab' is one: give a list"):
+        SQLite("x.db", "samples").subset(one)
     with pytest.raises(TypeError, match="files='ab' is one: give a list"):
         HuggingFaceShards("json", one)
