@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from minato.sources.base import KeyedSource, Retry, SourceError
 from minato.sources.connections import Env, Place, Settings
@@ -16,6 +18,9 @@ __all__ = ["Files"]
 
 _LOST = re.compile("Connect|Timeout|Payload|Protocol|Transport")
 """In the names of the classes that libraries below fsspec have for a lost connection."""
+
+_FIND = ((AbstractFileSystem, "find"), (AsyncFileSystem, "_find"))
+"""The methods that list all files below a directory, unless a file system has one of its own, as object stores do."""
 
 
 class Files(KeyedSource):
@@ -73,7 +78,21 @@ class Files(KeyedSource):
 
     def list_keys(self) -> Sequence[str]:
         with self.connections.lease() as (system, directory):
-            found = [path.removeprefix(directory) for path in system.find(directory)]
+            found = [path.removeprefix(directory) for path in _below(system, directory)]
             if not found and not system.exists(directory):
                 raise FileNotFoundError(directory)
-        return sorted(path.removeprefix("/") for path in found)
+        return sorted({path.removeprefix("/") for path in found})
+
+
+def _below(system: AbstractFileSystem, directory: str) -> Iterator[str]:
+    """All files below a directory; the ``find`` of most file systems leaves out directories that cannot be listed."""
+    kind = type(system)
+    if any(getattr(kind, name, None) not in (None, getattr(base, name)) for base, name in _FIND):
+        yield from system.find(directory)
+        return
+    for each in system.ls(directory, detail=True):
+        path = each["name"].rstrip("/")
+        if each["type"] == "directory" and path != directory:
+            yield from _below(system, path)
+        else:
+            yield each["name"]

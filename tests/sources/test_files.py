@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: install the extra 'test'")
+from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 from fsspec.utils import infer_storage_options  # noqa: E402
 
@@ -75,6 +76,29 @@ def test_keys_that_only_look_like_it(tmp_path: Path) -> None:
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data" / "a..b").write_bytes(b"content")
     assert Files(str(tmp_path), keys=["..data/a..b"])[0] == b"content"
+
+
+@pytest.mark.parametrize("error", [PermissionError("not yours"), ConnectionResetError("lost")])
+def test_a_directory_that_cannot_be_listed_is_not_left_out(error: OSError, tmp_path: Path) -> None:
+    errors = [error]
+
+    class Flaky(LocalFileSystem):
+        protocol = "flaky"
+
+        def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+            if path.endswith("/folder") and errors:
+                raise errors.pop()
+            return super().ls(path, detail, **options)
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    for name in ("a", "folder/b", "folder/deeper/c", "z"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"content")
+    source = Files(f"flaky://{tmp_path}", retry=Retry(2, 0.001))
+    if isinstance(error, PermissionError):
+        with pytest.raises(SourceError, match="cannot read the list of keys: .* not yours"):
+            len(source)
+    assert source.keys == ["a", "folder/b", "folder/deeper/c", "z"]
 
 
 def test_keys_of_an_archive_are_the_names_in_it(tmp_path: Path) -> None:
