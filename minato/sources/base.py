@@ -20,7 +20,7 @@ from minato._support.counters import Counters
 from minato._support.values import items_of, message_of, plain, printable
 from minato.checks import given_number, given_whole, refuse_one
 from minato.errors import MinatoError
-from minato.sources.connections import Connections, Settings
+from minato.sources.connections import Connections, Settings, shown_text
 
 __all__ = ["BatchedSource", "KeyedSource", "MissingKey", "Retry", "SourceError", "TruncatedObject"]
 
@@ -233,9 +233,8 @@ class KeyedSource(Dataset[Any], ABC):
         except Exception as error:
             spent_s = time.monotonic() - started
             given_up = f" after {spent_s:.1f} s of tries" if self.is_transient(error) else ""
-            raise SourceError(
-                f"{self!r} cannot read {subject}{given_up}: {printable(self.describe_error(error), lines=True)}"
-            ) from error
+            said = printable(shown_text(self.describe_error(error)), lines=True)
+            raise SourceError(f"{self!r} cannot read {subject}{given_up}: {said}") from error
 
     def decoded(self, key: object, value: object) -> Any:
         """The sample of a value; raises like :meth:`get`."""

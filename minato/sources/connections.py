@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from minato._fork_safety import renew_in_children
 
-__all__ = ["Connections", "Env", "Place", "Settings", "shown_url"]
+__all__ = ["Connections", "Env", "Place", "Settings", "shown_text", "shown_url"]
 
 T = TypeVar("T")
 
@@ -31,6 +31,8 @@ _WITH_USERS = re.compile(
     "sftp|ssh|scp|ftp|hdfs|webhdfs|smb|abfss?|az|rediss?|postgres(ql)?|cassandra"
 )
 """Schemes of URLs where the name before an @ is a user, not a token."""
+
+_URL = re.compile(r"(?<![\w+.:-])[\w+.:-]+://[^\s'\"<>]+")
 
 _inherited: list[Any] = []
 """Connections of the parent process: their collection here would close them for the parent too."""
@@ -236,3 +238,15 @@ def shown_url(url: str) -> str:
     shown = [each for each in query.split("&") if each.partition("=")[0].lower() in _SHOWN]
     tail = f"{path}{'?' if shown else ''}{'&'.join(shown)}"
     return f"{scheme}://{user}{at if user else ''}{host}{tail}"
+
+
+def shown_text(text: str) -> str:
+    """A text of a library, whose URLs are shown as by :func:`shown_url`."""
+
+    def shown(found: re.Match[str]) -> str:
+        try:
+            return shown_url(found[0])
+        except ValueError:
+            return "<secret>"
+
+    return _URL.sub(shown, text)

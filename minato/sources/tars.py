@@ -16,7 +16,7 @@ from minato._support.values import message_of
 from minato.checks import refuse_one
 from minato.errors import missing
 from minato.sources.base import SourceError
-from minato.sources.connections import Place, Settings, shown_url
+from minato.sources.connections import Place, Settings, shown_text, shown_url
 from minato.streams.shards import ShardedDataset
 
 __all__ = ["TarShards"]
@@ -205,4 +205,4 @@ def _opened(url: str, settings: Settings) -> IO[bytes]:
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {message_of(error)}"
+    return f"{type(error).__name__}: {shown_text(message_of(error))}"

@@ -26,7 +26,7 @@ from minato.sources.base import (
     SourceError,
     TruncatedObject,
 )
-from minato.sources.connections import Connections, Env, Place, Settings, shown_url
+from minato.sources.connections import Connections, Env, Place, Settings, shown_text, shown_url
 from minato.sources.sql import SQLite
 
 
@@ -254,6 +254,9 @@ def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_place_keeps_its_secrets(url: str, shown: str) -> None:
     place = Place(url)
     assert (repr(place), place.url) == (repr(shown), url)
+    if "://" in url:
+        said = f"status 403, url='{{}}': http://elsewhere, {'x' * 1000}"
+        assert shown_text(said.format(url)) == said.format(shown)
     if shown == url:
         assert pickle.loads(pickle.dumps(place)).url == url
     else:
@@ -272,6 +275,7 @@ def test_a_password_that_no_library_understands_is_refused_and_not_shown(
             with pytest.raises(ValueError, match=words) as told:
                 take(url)
             assert "hu" not in str(told.value)
+            assert shown_text(f"no {url}") == "no <secret>"
             assert "sh" not in str(told.value).replace("shown", "")
 
 

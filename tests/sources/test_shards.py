@@ -298,3 +298,15 @@ def test_a_state_has_no_secrets(tmp_path: Path) -> None:
     shards = TarShards(["https://user:hunter2@example.org/a.tar?token=hunter2"])
     assert "hunter2" not in repr(shards.shards())
     assert "hunter2" not in repr(vars(shards))
+
+
+def test_an_error_of_a_library_shows_no_secret_of_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+    def fails(url: str, **_: object) -> None:
+        raise OSError(f"status 403, url='{url}'")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", fails)
+    with pytest.raises(SourceError, match=r"status 403, url='https://example\.org/a\.tar'") as told:
+        next(iter(TarShards(["https://user:hunter2@example.org/a.tar?token=hunter2"])))
+    assert "hunter2" not in str(told.value)
