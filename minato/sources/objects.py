@@ -254,7 +254,7 @@ class _Reader:
     def __init__(self, source: Objects, path: str) -> None:
         self._source, self._path = source, path
         self._file: obstore.ReadableFile | None = None
-        self._at = 0
+        self._at = self._file_at = 0
 
     def tell(self) -> int:
         return self._at
@@ -270,11 +270,14 @@ class _Reader:
     def _read(self, nbytes: int) -> bytes:
         file, self._file = self._file, None  # one that has failed is not used again
         with self._source.reading() as store:
-            file = file or obstore.open_reader(store, self._path, buffer_size=_HEADERS_BYTES)
-            if file.tell() != self._at:  # seeking drops what was read ahead
+            if file is None:
+                file = obstore.open_reader(store, self._path, buffer_size=_HEADERS_BYTES)
+                self._file_at = 0
+            if self._file_at != self._at:
+                # As does asking where it is, this drops what was read ahead.
                 file.seek(self._at)
             found = bytes(file.read(nbytes))
-        self._file = file
+        self._file, self._file_at = file, self._at + len(found)
         return found
 
 
