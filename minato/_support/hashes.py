@@ -58,7 +58,8 @@ _GENERATORS = (
 )
 _OF_CLASSES = frozenset(
     [
-        *("__annotations__", "__annotations_cache__", "__slotnames__", "__static_attributes__"),
+        *("__annotations__", "__annotations_cache__", "__annotate_func__", "__slotnames__"),
+        *("__static_attributes__", "__conditional_annotations__"),
         "__module__",  # another one in a spawned process
     ]
 )
