@@ -152,7 +152,7 @@ class Epoch:
         self.progress.length = functools.partial(_batches_left, weakref.ref(spec), num_done)
         if state is not None:
             self.progress.earlier = state.counted
-        if state is None or spec.streams:
+        if state is None or spec.streams or spec.replay is not None:  # nothing is drawn again
             self.draw.before_iter()
         self._restores = (True, False) if self.draw.num_stateful else (True,)
         """Whether samplers get their states again to repeat an epoch: one that has the position of its last iterator

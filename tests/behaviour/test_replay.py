@@ -111,14 +111,15 @@ def test_a_file_that_another_iterator_writes_or_somebody_cuts_is_no_record(tmp_p
         assert path.read_text() == before
 
 
-def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
+def test_a_replay_is_resumed_too_more_than_once(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     in_any_order = {"num_workers": 2, "order": "arrival", "recording": Record(path)}
     expected = indices(DataLoader(Numbers(30), 4, **in_any_order))
-    first, later = (DataLoader(Numbers(30), 4, recording=Replay(path)) for _ in range(2))
+    first, second, last = (DataLoader(Numbers(30), 4, recording=Replay(path)) for _ in range(3))
     got, state = begun(first, 3)
-    assert got + indices(resumed(state, later)) == expected
-    assert later.coverage().complete
+    more, state = begun(resumed(state, second), 2)
+    assert got + more + indices(resumed(state, last)) == expected
+    assert last.coverage().complete
 
 
 HEAD = (
