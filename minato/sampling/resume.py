@@ -624,11 +624,11 @@ def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
         "place": spec.rank,
         "dataset_length": None if spec.streams else length_of(spec.dataset),
         "sampler": " of ".join(type(one).__qualname__ for one in draw.samplers),
-        "sampler_length": length,
         "batched": spec.batched,
         "batch_size": spec.batch_size,
         "by_cost": spec.by_cost,
         "drop_last": spec.drop_last,
+        "sampler_length": length,  # after what decides it: the error names the first difference
         "order": spec.order,
         "seed": spec.seed,
         "readers": spec.readers,
