@@ -484,6 +484,7 @@ class Engine(BatchSource):
                 pickling.check_picklable("cache", spec.cache)
                 pickling.check_picklable("collate_fn", spec.collate_fn)
                 pickling.check_picklable("worker_init_fn", spec.workers.init_fn)
+                pickling.check_picklable("errors", self.plan.options.errors.on_error)
             raise
 
     def cancel(self) -> None:

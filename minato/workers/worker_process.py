@@ -91,7 +91,10 @@ class WorkerContext:
     policy: FailureHandler | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": self.sent or self.plan, "sent": None}
+        policy = self.policy
+        if self.sent is not None and policy is not None:
+            policy = policy._replace(on_error=ForChild(policy.on_error))
+        return {**vars(self), "plan": self.sent or self.plan, "sent": None, "policy": policy}
 
     def given_up(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
         """What becomes of a sample whose worker has ended: the training process settles it, bound as there."""

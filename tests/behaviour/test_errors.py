@@ -379,6 +379,7 @@ UNPICKLABLE = {
     "dataset.inner.lock": {"dataset": Holder(inner=Holder(lock=threading.RLock()))},
     "collate_fn.args[0]": {"collate_fn": LOCKED},
     "worker_init_fn.args[0]": {"worker_init_fn": LOCKED},
+    "errors.args[0]": {"errors": LOCKED},
     "transforms[1].args[0]": {"transforms": [abs, LOCKED]},
 }
 
@@ -399,6 +400,7 @@ def test_what_cannot_be_pickled_is_named(context: str, where: str) -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("cloudpickle"), reason="needs cloudpickle")
+@pytest.mark.filterwarnings("ignore:0 samples of this epoch were skipped")
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_lambdas_and_local_classes_go_by_cloudpickle(
     context: str, caplog: pytest.LogCaptureFixture
@@ -413,9 +415,10 @@ def test_lambdas_and_local_classes_go_by_cloudpickle(
         2,
         num_workers=1,
         multiprocessing_context=context,
-        transforms=[lambda x: x + added],
+        transforms=[lambda x: x + added, lambda x: x if x != 7 else 1 // 0],
         collate_fn=lambda samples: [int(sample) for sample in samples],
+        errors=lambda failure: failure.index * added,
     )
     with caplog.at_level("INFO", "minato"):
-        assert list(loader) == [[5, 6], [7, 8]]
+        assert list(loader) == [[5, 6], [10, 8]]
     assert "<locals>.Local goes to the workers by cloudpickle" in caplog.text

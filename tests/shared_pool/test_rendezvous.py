@@ -418,10 +418,10 @@ def test_an_error_where_a_message_is_handled_ends_its_channel_alone(
     host: Host, rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = connected(rendezvous, PATIENCE_S)
-    monkeypatch.setattr(host, "_on_message", lambda channel, message: 1 // 0)
+    monkeypatch.setattr(host, "_on_message", lambda channel, message: int("x"))
     bad.send(NEXT)
     wait_until(lambda: bool(host.gone))
-    assert host.gone[0].fault == "ZeroDivisionError: integer division or modulo by zero"
+    assert host.gone[0].fault == "ValueError: invalid literal for int() with base 10: 'x'"
     bad.close()
     monkeypatch.undo()
     assert host.works
