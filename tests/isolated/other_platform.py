@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import sys
-import tempfile  # noqa: F401  # like torch, it looks for names when it is imported
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -97,6 +97,7 @@ def become(name: str) -> None:
     for module, names in missing:
         for found in set(names) & set(vars(module)):
             delattr(module, found)
+    tempfile._O_TMPFILE_WORKS = False  # found out when torch imported it
     if name == "win32":
         for found in [*vars(mmap)]:
             if found.startswith(("MADV_", "MAP_", "PROT_")):
