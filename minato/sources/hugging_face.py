@@ -8,7 +8,7 @@ from minato._support.values import message_of, type_name
 from minato.checks import refuse_one
 from minato.errors import missing
 from minato.sources.base import Row, SourceError
-from minato.sources.connections import Settings
+from minato.sources.connections import Place, Settings, shown_text, shown_url
 from minato.streams.shards import ShardedDataset, State
 
 try:
@@ -26,7 +26,8 @@ class HuggingFaceShards(ShardedDataset[Row]):
 
     Args:
         path: As of ``load_dataset``: ``"parquet"``, ``"json"``, ``"text"``, or a repository of the Hub.
-        files: Paths, URLs, or paths in the repository. Patterns are not expanded, so that each name is one file.
+        files: Paths, URLs, or paths in the repository. Patterns are not expanded, so that each name is one file. The
+            name in messages and states is the URL without passwords and tokens.
         seed, new_shards: See :class:`~minato.ShardedDataset`.
         options: Further arguments of ``load_dataset`` (``name``, ``revision``, ``columns``, ``token`` …), each of them
             a value or an :class:`~minato.sources.connections.Env`.
@@ -47,15 +48,17 @@ class HuggingFaceShards(ShardedDataset[Row]):
     ) -> None:
         super().__init__(seed=seed, new_shards=new_shards)
         refuse_one("files", files)
-        self._path, self._files = path, files
+        self._path, self._names = path, [shown_url(file) for file in files]
+        self._places = {name: Place(file) for name, file in zip(self._names, files, strict=True)}
         self.settings = Settings(options)
 
     def shards(self) -> Sequence[str]:
-        return self._files
+        return self._names
 
     def iter_shard(self, name: str, state: State = None) -> Iterator[Row]:
+        files, settings = [self._places[name].url], self.settings.values()
         stream = datasets.load_dataset(
-            self._path, data_files=[name], split="train", streaming=True, **self.settings.values()
+            self._path, data_files=files, split="train", streaming=True, **settings
         )
         if state is not None:
             stream.load_state_dict(state)
@@ -80,8 +83,9 @@ class _Rows(Iterator[Row]):
             raise
         except Exception as error:
             self._has_failed = True
+            said = f"{type_name(error)}: {shown_text(message_of(error))}"
             raise SourceError(
-                f"cannot read on in {self._name!r}, and leaves out the rest: {type_name(error)}: {message_of(error)}"
+                f"cannot read on in {self._name!r}, and leaves out the rest: {said}"
             ) from error
         return {name: values[0] for name, values in batch.items()}
 

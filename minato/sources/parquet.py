@@ -26,7 +26,7 @@ from minato._support.counters import shared_integers
 from minato._support.values import message_of
 from minato.checks import check_shard, check_whole, given_whole, refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
-from minato.sources.connections import Env, Place
+from minato.sources.connections import Env, Place, shown_text, shown_url
 from minato.streams.shards import ShardedDataset
 
 __all__ = ["Parquet", "ParquetShards", "ParquetStream"]
@@ -108,7 +108,7 @@ class _RowGroups:
 
     def names(self) -> list[str]:
         """For each row group the file, ``#``, and its number there."""
-        return [f"{group.path}#{group.row_groups[0].id}" for group in self.found()[0]]
+        return [f"{shown_url(group.path)}#{group.row_groups[0].id}" for group in self.found()[0]]
 
     def number_of(self, name: str) -> int:
         if self._numbers is None:
@@ -124,8 +124,8 @@ class _RowGroups:
             )
         except (pa.ArrowException, OSError, KeyError) as error:
             raise SourceError(
-                f"cannot read row group {group.row_groups[0].id} of {group.path!r}: "
-                f"{type(error).__name__}: {error}"
+                f"cannot read row group {group.row_groups[0].id} of {shown_url(group.path)!r}: "
+                f"{type(error).__name__}: {shown_text(message_of(error))}"
             ) from error
         return len(table), _rows_of(table)
 

@@ -6,7 +6,7 @@ import copy
 import datetime
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -206,6 +206,25 @@ def test_a_row_group_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> N
     path.write_bytes(whole[:4] + bytes(300) + whole[304:])
     with pytest.raises(SourceError, match=r"row group 0 of '.*damaged.parquet'"):
         Parquet(path)[0]
+
+
+def test_a_signed_url_is_named_without_its_secrets(folder: Path) -> None:
+    memory = pytest.importorskip("fsspec.implementations.memory")
+
+    class Web(memory.MemoryFileSystem):  # type: ignore[misc, name-defined]
+        store: ClassVar[dict[str, Any]] = {}
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return path
+
+    url, whole = "https://example.org/a?token=hunter2", (folder / "0.parquet").read_bytes()
+    files = Web()
+    files.pipe_file(url, whole[:4] + bytes(300) + whole[304:])
+    shards = ParquetShards([url], filesystem=files)
+    assert next(iter(shards.shards())) == "https://example.org/a#0"
+    with pytest.raises(SourceError, match=r"row group 0 of 'https://example.org/a':"):
+        next(iter(shards))
 
 
 def test_a_row_group_whose_connection_was_lost_is_read_again(folder: Path) -> None:

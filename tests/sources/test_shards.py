@@ -294,19 +294,42 @@ def test_files_that_cannot_be_opened_and_keys_that_come_twice(tmp_path: Path) ->
     assert next(samples) == {"__key__": "b", "x": b"3"}
 
 
-def test_a_state_has_no_secrets(tmp_path: Path) -> None:
-    shards = TarShards(["https://user:hunter2@example.org/a.tar?token=hunter2"])
-    assert "hunter2" not in repr(shards.shards())
+SIGNED = "https://user:hunter2@example.org/a?token=hunter2"
+
+
+def signed(kind: str) -> Any:
+    if kind == "tar":
+        return TarShards([SIGNED])
+    pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
+    from minato.sources.hugging_face import HuggingFaceShards
+
+    return HuggingFaceShards(kind, [SIGNED])
+
+
+@pytest.mark.parametrize("kind", ["tar", "json"])
+def test_a_state_has_no_secrets(kind: str) -> None:
+    shards = signed(kind)
+    assert shards.shards() == ["https://example.org/a"]
     assert "hunter2" not in repr(vars(shards))
 
 
-def test_an_error_of_a_library_shows_no_secret_of_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["tar", "json"])
+def test_an_error_of_a_library_shows_no_secret_of_the_url(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 
-    def fails(url: str, **_: object) -> None:
+    def fails(url: str, **_: object) -> Any:
         raise OSError(f"status 403, url='{url}'")
 
+    def streams(*_: object, data_files: list[str], **options: object) -> Any:
+        return mock.Mock(iter=lambda **_: map(fails, data_files))
+
+    shards = signed(kind)
     monkeypatch.setattr(fsspec.core, "url_to_fs", fails)
-    with pytest.raises(SourceError, match=r"status 403, url='https://example\.org/a\.tar'") as told:
-        next(iter(TarShards(["https://user:hunter2@example.org/a.tar?token=hunter2"])))
+    if kind == "json":
+        monkeypatch.setattr("datasets.load_dataset", streams)
+    words = r"'https://example\.org/a'.*status 403, url='https://example\.org/a'"
+    with pytest.raises(SourceError, match=words) as told:
+        next(iter(shards))
     assert "hunter2" not in str(told.value)
