@@ -505,8 +505,9 @@ def _loaded(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)
     except AttributeError as error:
-        # Of the module itself from Python 3.14 on.
-        if not (str(error).startswith("Can't ") or type(error.obj) is ModuleType):
+        # Since Python 3.14 the error is that of the module, or calls a nested name a path.
+        texts = ("Can't get attribute", "Can't resolve path")
+        if not (str(error).startswith(texts) or type(error.obj) is ModuleType):
             raise
         raise NotPicklableError(
             f"{error}: workers that are not forked import the main module again, without the code under "
