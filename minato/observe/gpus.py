@@ -110,19 +110,20 @@ def gpu_table() -> GpuTable | None:
 
 
 def _started() -> GpuTable | None:
-    descriptor = os.memfd_create("minato-gpus")
+    null = subprocess.DEVNULL
     try:
-        os.ftruncate(descriptor, NBYTES)
-        null = subprocess.DEVNULL
-        command = [sys.executable, "-P", __file__, str(descriptor), str(os.getpid())]
-        process = subprocess.Popen(
-            command, pass_fds=[descriptor], stdin=null, stdout=null, stderr=null
-        )
-        table = GpuTable(mmap.mmap(descriptor, NBYTES))
-    except OSError:  # no process can be started: no monitoring
+        descriptor = os.memfd_create("minato-gpus")
+        try:
+            os.ftruncate(descriptor, NBYTES)
+            command = [sys.executable, "-P", __file__, str(descriptor), str(os.getpid())]
+            process = subprocess.Popen(
+                command, pass_fds=[descriptor], stdin=null, stdout=null, stderr=null
+            )
+            table = GpuTable(mmap.mmap(descriptor, NBYTES))
+        finally:
+            os.close(descriptor)
+    except OSError:  # neither memory to share nor a process can be had: no monitoring
         return None
-    finally:
-        os.close(descriptor)
     weakref.finalize(table, _end, process, os.getpid())
     return table
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from minato._core.segment import Segment
 from minato._fork_safety import forget_in_children, signals_deferred
-from minato._support.threads import at_end, ends_by_exception, living
+from minato._support.threads import at_end, ends_by_exception, living, start_thread
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.engine.engine import Engine
@@ -64,7 +64,7 @@ class PoolServer:
             target=self._distribute, name="minato-pool-server", daemon=True
         )
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError:
             self._listener.close()
             raise

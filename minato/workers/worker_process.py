@@ -93,6 +93,7 @@ class WorkerContext:
     def __getstate__(self) -> dict[str, Any]:
         policy = self.policy
         if self.sent is not None and policy is not None:
+            # Its function goes by value, as those of the plan do; the log is inherited.
             policy = policy._replace(on_error=ForChild(policy.on_error))
         return {**vars(self), "plan": self.sent or self.plan, "sent": None, "policy": policy}
 

@@ -235,8 +235,11 @@ def test_one_process_of_the_node_watches_where_somebody_reads_it(
     wait_until(lambda: side_processes() == [])
 
 
+@pytest.mark.parametrize("refused", ["process", "memory"])
 def test_a_side_process_that_cannot_start_is_done_without(
-    driver: Path, monkeypatch: pytest.MonkeyPatch
+    refused: str, driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(driver / "no python"))
+    if refused == "memory":
+        monkeypatch.setattr(os, "memfd_create", Mock(side_effect=PermissionError(1, "no")))
     assert gpu_table() is None
