@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import operator
+import re
 import sys
 import traceback
 import warnings
@@ -29,6 +30,7 @@ __all__ = [
     "WorkerDiedError",
     "add_note",
     "forget_callers",
+    "is_lost_connection",
     "is_refused",
     "is_skip",
     "log",
@@ -62,6 +64,9 @@ _STARTERS = ("multiprocessing", "threading", "minato")
 """Modules in whose frames workers begin."""
 _DATASETS = ("minato.sources", "minato.sharing")
 """Modules whose frames stay, as those of any dataset."""
+
+_LOST = re.compile("Connect|Timeout|Payload|Protocol|Transport|IncompleteRead")
+"""In the names of the classes that libraries have for a lost connection, and Python itself."""
 
 
 class MinatoError(Exception):
@@ -140,6 +145,21 @@ def missing(what: str, package: str, extra: str) -> ModuleNotFoundError:
     """Return the error of something that needs a package of an extra, which is not installed."""
     text = f"{what} needs the package {package}: pip install 'minatoloader[{extra}]'"
     return ModuleNotFoundError(text, name=package)
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that a connection was lost or a server is busy for now."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        response = error if response is None else response  # one that says no may be false
+        status = getattr(response, "status", None) or getattr(response, "status_code", None)
+        if isinstance(status, int):
+            return status in (408, 425, 429) or status >= 500
+        if _LOST.search(" ".join(kind.__name__ for kind in type(error).__mro__)):
+            return True
+        reason = getattr(error, "reason", None)  # of urllib's
+        error = reason if isinstance(reason, BaseException) else error.__cause__
+    return False
 
 
 def outside(trace: TracebackType | None) -> TracebackType | None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -49,6 +51,7 @@ __all__ = [
     "Readers",
     "Record",
     "Replay",
+    "Retry",
     "SharedPool",
     "StragglerPolicy",
     "TorchArguments",
@@ -56,6 +59,8 @@ __all__ = [
     "advice",
     "parse_address",
 ]
+
+T = TypeVar("T")
 
 IN_PLACE = "in_place"
 """The value of ``pin_memory`` with which batches are pinned where the workers write them."""
@@ -568,6 +573,70 @@ class RayWorkers(_Group):
     actor_options: Mapping[str, Any] = field(
         default_factory=dict, metadata={"values": "dictionary", "check": _actor_options}
     )
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often, and for how long, a read that failed is repeated.
+
+    The pauses double with each attempt, up to ``longest_s``. The second half of each pause is random, so that the
+    processes do not all return to a restarted server at the same time.
+
+    Attributes:
+        attempts: Largest number of attempts; 1: no read is repeated.
+        first_s: Upper limit of the first pause, in seconds.
+        longest_s: Upper limit of any pause, in seconds.
+        deadline_s: No attempt begins more than this many seconds after the first.
+    """
+
+    attempts: int = 8
+    first_s: float = 0.05
+    longest_s: float = 5.0
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        given_whole("attempts", self.attempts, 1)
+        for name in ("first_s", "longest_s", "deadline_s"):
+            given_number(name, getattr(self, name), "seconds")
+
+    def __fingerprint__(self) -> None:
+        """No sample depends on it."""
+
+    def pauses(self) -> Iterator[float]:
+        """The pause after each failure in seconds, as long as there is a further attempt; the first begins now."""
+        return self._pauses(time.monotonic())
+
+    def _pauses(self, started: float) -> Iterator[float]:
+        bound_s = self.first_s
+        for _ in range(self.attempts - 1):
+            bound_s = min(bound_s, self.longest_s)
+            # Not from a global generator: those are bound to the sample, which must not depend on a failure.
+            pause_s = bound_s * (0.5 + 0.5 * _jitter.random())
+            if time.monotonic() - started + pause_s > self.deadline_s:
+                return
+            yield pause_s
+            bound_s *= 2
+
+    def call(
+        self,
+        read: Callable[[], T],
+        is_transient: Callable[[Exception], bool],
+        counters: Counters | None = None,
+    ) -> T:
+        """What a function returns, which is called again after transient errors; it raises the last one."""
+        pauses = self.pauses()
+        while True:
+            try:
+                return read()
+            except Exception as error:
+                if not is_transient(error) or (pause_s := next(pauses, None)) is None:
+                    raise
+            if counters is not None:
+                counters.add(retries=1)
+            time.sleep(pause_s)
+
+
+_jitter = random.SystemRandom()  # without a state, which all forked workers would share
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,10 @@ class Counters:
     def __fingerprint__(self) -> None:
         """Counts change with each sample, and no sample with them."""
 
+    def __deepcopy__(self, memo: object) -> Counters:
+        """Readers of a stream have copies of the dataset, and count together."""
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         return {"_names": self._names, "_counts": self._counts, "_used": self._used}
 

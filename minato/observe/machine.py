@@ -93,7 +93,10 @@ def storage_counts(
         opens=lambda kind: issubclass(kind.kind, Dataset),
     )
     # Without a source there is nothing to find, and searching takes time.
-    nodes = search.run({"dataset": dataset}) if "minato.sources.base" in sys.modules else []
+    has_sources = not sys.modules.keys().isdisjoint(
+        ("minato.sources.base", "minato.streams.shards")
+    )
+    nodes = search.run({"dataset": dataset}) if has_sources else []
     found = [("source", node.thing) for node in nodes]
     found += [(kind, each) for kind, each in (("cache", cache), ("fetch", reads)) if each]
 

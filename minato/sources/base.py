@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -18,8 +16,9 @@ from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
 from minato._support.values import items_of, message_of, plain, printable
-from minato.checks import given_number, given_whole, refuse_one
+from minato.checks import refuse_one
 from minato.errors import MinatoError
+from minato.options import Retry
 from minato.sources.connections import Connections, Settings, shown_text
 
 __all__ = ["BatchedSource", "KeyedSource", "MissingKey", "Retry", "SourceError", "TruncatedObject"]
@@ -40,49 +39,6 @@ class MissingKey(SourceError, KeyError):
 
 class TruncatedObject(SourceError):
     """A value is shorter than the store says."""
-
-
-@dataclass(frozen=True)
-class Retry:
-    """How often, and for how long, a read that failed is repeated.
-
-    The pauses double with each attempt, up to ``longest_s``. The second half of each pause is random, so that the
-    processes do not all return to a restarted server at the same time.
-
-    Attributes:
-        attempts: Largest number of attempts; 1: no read is repeated.
-        first_s: Upper limit of the first pause, in seconds.
-        longest_s: Upper limit of any pause, in seconds.
-        deadline_s: No attempt begins more than this many seconds after the first.
-    """
-
-    attempts: int = 8
-    first_s: float = 0.05
-    longest_s: float = 5.0
-    deadline_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        given_whole("attempts", self.attempts, 1)
-        for name in ("first_s", "longest_s", "deadline_s"):
-            given_number(name, getattr(self, name), "seconds")
-
-    def pauses(self) -> Iterator[float]:
-        """The pause after each failure in seconds, as long as there is a further attempt; the first begins now."""
-        return self._pauses(time.monotonic())
-
-    def _pauses(self, started: float) -> Iterator[float]:
-        bound_s = self.first_s
-        for _ in range(self.attempts - 1):
-            bound_s = min(bound_s, self.longest_s)
-            # Not from a global generator: those are bound to the sample, which must not depend on a failure.
-            pause_s = bound_s * (0.5 + 0.5 * _jitter.random())
-            if time.monotonic() - started + pause_s > self.deadline_s:
-                return
-            yield pause_s
-            bound_s *= 2
-
-
-_jitter = random.SystemRandom()  # without a state, which all forked workers would share
 
 
 class KeyedSource(Dataset[Any], ABC):
@@ -188,42 +144,32 @@ class KeyedSource(Dataset[Any], ABC):
 
     def __fingerprint__(self) -> dict[str, Any]:
         """What identifies the source to a cache. Its keys are part of it, as they define the meaning of an index."""
-        return {**vars(self), "_keys": self.keys, "retry": None}
+        return {**vars(self), "_keys": self.keys}
 
     def attempt(self, subject: str, call: Callable[[], object]) -> Any:
         """Call a function that reads, again after transient errors; SourceError: it failed; names the subject."""
-        with self._explained(subject) as pauses:
-            while True:
-                try:
-                    return call()
-                except Exception as error:
-                    pause_s = self._pause_after(error, pauses)
-                time.sleep(pause_s)
+        with self._explained(subject):
+            return self.retry.call(call, self.is_transient, self.counters)
 
     async def attempt_async(self, subject: str, call: Callable[[], Awaitable[object]]) -> Any:
         """:meth:`attempt` with a coroutine function that reads."""
-        with self._explained(subject) as pauses:
+        with self._explained(subject):
+            pauses = self.retry.pauses()
             while True:
                 try:
                     return await call()
                 except Exception as error:
-                    pause_s = self._pause_after(error, pauses)
+                    if not self.is_transient(error) or (pause_s := next(pauses, None)) is None:
+                        raise
+                self.counters.add(retries=1)
                 await asyncio.sleep(pause_s)
 
-    def _pause_after(self, error: Exception, pauses: Iterator[float]) -> float:
-        """The pause before the next attempt, which is counted; raises the error if there is none."""
-        pause_s = next(pauses, None) if self.is_transient(error) else None
-        if pause_s is None:
-            raise error
-        self.counters.add(retries=1)
-        return pause_s
-
     @contextmanager
-    def _explained(self, subject: str) -> Iterator[Iterator[float]]:
-        """Give the pauses between attempts; turn the library's errors into ours, which name the subject."""
+    def _explained(self, subject: str) -> Iterator[None]:
+        """Turn the library's errors into ours, which name the subject."""
         started = time.monotonic()
         try:
-            yield self.retry.pauses()
+            yield
         except SourceError as error:
             if subject not in str(error):  # it names a part of the source, but not the key
                 error.args = (f"{self!r} cannot read {subject}: {error}",)

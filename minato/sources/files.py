@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -11,13 +10,11 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from minato.errors import is_lost_connection
 from minato.sources.base import KeyedSource, Retry, SourceError
 from minato.sources.connections import Env, Place, Settings
 
 __all__ = ["Files"]
-
-_LOST = re.compile("Connect|Timeout|Payload|Protocol|Transport")
-"""In the names of the classes that libraries below fsspec have for a lost connection."""
 
 _FIND = ((AbstractFileSystem, "find"), (AsyncFileSystem, "_find"))
 """The methods that list all files below a directory, unless a file system has one of its own, as object stores do."""
@@ -58,12 +55,7 @@ class Files(KeyedSource):
         return system, directory.rstrip("/")
 
     def is_transient(self, error: Exception) -> bool:
-        response = getattr(error, "response", None) or error
-        status = getattr(response, "status", None) or getattr(response, "status_code", None)
-        if isinstance(status, int):
-            return status in (408, 425, 429) or status >= 500
-        lost = _LOST.search(" ".join(kind.__name__ for kind in type(error).__mro__))
-        return lost is not None or super().is_transient(error)
+        return is_lost_connection(error)
 
     def read_value(self, key: str) -> bytes:
         # Some file systems decode paths like URLs.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from minato._support.values import message_of, type_name
 from minato.checks import refuse_one
 from minato.errors import missing
-from minato.sources.base import Row, SourceError
+from minato.sources.base import Retry, Row, SourceError
 from minato.sources.connections import Place, Settings, shown_text, shown_url
 from minato.streams.shards import ShardedDataset, State
 
@@ -28,7 +28,7 @@ class HuggingFaceShards(ShardedDataset[Row]):
         path: As of ``load_dataset``: ``"parquet"``, ``"json"``, ``"text"``, or a repository of the Hub.
         files: Paths, URLs, or paths in the repository. Patterns are not expanded, so that each name is one file. The
             name in messages and states is the URL without passwords and tokens.
-        seed, new_shards: See :class:`~minato.ShardedDataset`.
+        seed, new_shards, retry: See :class:`~minato.ShardedDataset`.
         options: Further arguments of ``load_dataset`` (``name``, ``revision``, ``columns``, ``token`` …), each of them
             a value or an :class:`~minato.sources.connections.Env`.
 
@@ -44,9 +44,10 @@ class HuggingFaceShards(ShardedDataset[Row]):
         *,
         seed: int | None = None,
         new_shards: str = "refuse",
+        retry: Retry | None = None,
         **options: object,
     ) -> None:
-        super().__init__(seed=seed, new_shards=new_shards)
+        super().__init__(seed=seed, new_shards=new_shards, retry=retry)
         refuse_one("files", files)
         self._path, self._names = path, [shown_url(file) for file in files]
         self._places = {name: Place(file) for name, file in zip(self._names, files, strict=True)}

@@ -8,12 +8,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato.errors import missing
+from minato.errors import is_lost_connection, missing
 
 try:
     import pyarrow as pa
@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
-from minato._support.counters import shared_integers
+from minato._support.counters import Counters, shared_integers
 from minato._support.values import message_of
 from minato.checks import check_shard, check_whole, given_whole, refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
@@ -30,6 +30,8 @@ from minato.sources.connections import Env, Place, shown_text, shown_url
 from minato.streams.shards import ShardedDataset
 
 __all__ = ["Parquet", "ParquetShards", "ParquetStream"]
+
+T = TypeVar("T")
 
 _GROUPS, _ROWS = 0, 1
 """The purpose of a generator, a part of its seed after (seed, epoch)."""
@@ -223,9 +225,7 @@ class Parquet(KeyedSource):
         return self._groups.files
 
     def is_transient(self, error: Exception) -> bool:
-        """Whether to read again: a row group's error names the group, and what went wrong is its cause."""
-        cause = error.__cause__ if isinstance(error, SourceError) else None
-        return super().is_transient(cause if isinstance(cause, Exception) else error)
+        return is_lost_connection(error)  # a row group's error has it as the cause
 
     def open_connection(self) -> tuple[threading.Lock, OrderedDict[int, _Rows]]:
         """The row groups that this process keeps."""
@@ -268,6 +268,10 @@ class ParquetStream(IterableDataset[Any]):
             groups do.
         decode: Called with the dict of a row.
 
+    Attributes:
+        retry: How often, and for how long, a row group is read again after a lost connection.
+        counters: How often that was done, for the report of a loader.
+
     The order depends on the number of workers, which share the row groups, and on nothing else. Call ``set_epoch``
     before each epoch, as with torch's ``DistributedSampler``.
     """
@@ -289,6 +293,8 @@ class ParquetStream(IterableDataset[Any]):
         self._seed, self._window_rows = check_whole("seed", seed, None), window_rows
         self._shard = check_shard(shard)
         self._decode = decode
+        self.retry = Retry()
+        self.counters = Counters("retries")
         # In shared memory, where persistent workers see it change.
         self._epoch = shared_integers(1)
 
@@ -307,23 +313,31 @@ class ParquetStream(IterableDataset[Any]):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         return numbers[rank * workers + number :: ranks * workers]
 
+    def _attempt(self, read: Callable[[], T]) -> T:
+        return self.retry.call(read, is_lost_connection, self.counters)
+
+    def _count(self) -> int:
+        groups, _ = self._attempt(self._groups.found)
+        return len(groups)
+
+    def _read(self, number: int) -> _Rows:
+        return self._attempt(lambda: self._groups.read(number))
+
     def _in_order(self) -> Iterator[Row]:
-        for number in self._mine(range(len(self._groups.found()[0]))):
-            count, row = self._groups.read(number)
+        for number in self._mine(range(self._count())):
+            count, row = self._read(number)
             yield from map(row, range(count))
 
     def _shuffled(self, epoch: int) -> Iterator[Row]:
         assert self._seed is not None
         seed = self._seed % 2**64
-        order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(
-            len(self._groups.found()[0])
-        )
+        order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(self._count())
         mine = self._mine(order.tolist())
         # The seed depends on the share, so that neither timing nor other workers influence the order.
         generator = np.random.default_rng((seed, epoch, _ROWS, *mine[:1]))
         window: list[tuple[Callable[[int], Row], int]] = []
         for number in mine:
-            count, row = self._groups.read(number)
+            count, row = self._read(number)
             for i in generator.permutation(count).tolist():
                 if len(window) < self._window_rows:
                     window.append((row, i))
@@ -344,7 +358,7 @@ class ParquetShards(ShardedDataset[Row]):
 
     Args:
         files, columns, where, filesystem: As for :class:`ParquetStream`.
-        seed, new_shards: See :class:`~minato.ShardedDataset`.
+        seed, new_shards, retry: See :class:`~minato.ShardedDataset`.
     """
 
     def __init__(
@@ -356,8 +370,9 @@ class ParquetShards(ShardedDataset[Row]):
         filesystem: object = None,
         seed: int | None = None,
         new_shards: str = "refuse",
+        retry: Retry | None = None,
     ) -> None:
-        super().__init__(seed=seed, new_shards=new_shards)
+        super().__init__(seed=seed, new_shards=new_shards, retry=retry)
         self._groups = _RowGroups(files, columns, where, filesystem)
 
     def shards(self) -> Sequence[str] | Mapping[str, float]:

@@ -8,14 +8,13 @@ import re
 import tarfile
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
 from minato._support.values import message_of
 from minato.checks import refuse_one
-from minato.errors import missing
-from minato.sources.base import SourceError
+from minato.errors import is_lost_connection, missing
+from minato.sources.base import Retry, SourceError
 from minato.sources.connections import Place, Settings, shown_text, shown_url
 from minato.streams.shards import ShardedDataset
 
@@ -43,7 +42,7 @@ class TarShards(ShardedDataset[Sample]):
     Args:
         files: Paths, or URLs of any fsspec file system (``s3://…``, ``https://…``). Each is a shard, whose name in
             messages and states is the URL without passwords and tokens.
-        seed, new_shards: See :class:`~minato.ShardedDataset`.
+        seed, new_shards, retry: See :class:`~minato.ShardedDataset`.
         settings: fsspec's storage options for the URLs, each a value or an :class:`~minato.sources.connections.Env`.
 
     Raises:
@@ -56,9 +55,10 @@ class TarShards(ShardedDataset[Sample]):
         *,
         seed: int | None = None,
         new_shards: str = "refuse",
+        retry: Retry | None = None,
         **settings: object,
     ) -> None:
-        super().__init__(seed=seed, new_shards=new_shards)
+        super().__init__(seed=seed, new_shards=new_shards, retry=retry)
         refuse_one("files", files)
         urls = [os.fspath(file) for file in files]
         self._names = [shown_url(url) for url in urls]
@@ -74,9 +74,11 @@ class TarShards(ShardedDataset[Sample]):
     def iter_shard(self, name: str, state: object = None) -> Iterator[Sample]:
         url = self._places[name].url
         try:
-            return _Samples(
-                name, _opened(url, self.settings) if _is_remote(url) else open(url, "rb")
-            )
+            if not _is_remote(url):
+                return _Samples(name, open(url, "rb"))
+            file = _opened(url, self.settings)
+            remote = cast(IO[bytes], _Remote(file, self.attempt)) if file.seekable() else file
+            return _Samples(name, remote)
         except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
             raise SourceError(f"cannot read {name!r}: {_described(error)}") from error
 
@@ -112,9 +114,13 @@ class _Samples(Iterator[Sample]):
     def skip(self, n: int) -> int:
         """Pass over samples; returns how many there were, those that raise among them."""
         for i in range(n):
-            with suppress(SourceError):  # an earlier run has raised it
+            try:
                 if self._take(reads=False) is None:
                     return i
+            except SourceError as error:
+                if is_lost_connection(error):
+                    raise
+                # An earlier run has raised it.
         return n
 
     def _take(self, reads: bool) -> Sample | None:
@@ -202,6 +208,25 @@ def _opened(url: str, settings: Settings) -> IO[bytes]:
     system, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **settings.values())
     found: IO[bytes] = system.open(path, "rb")
     return found
+
+
+class _Remote:
+    """A file that reads again after a lost connection: to open the shard again, it would read all before once more."""
+
+    def __init__(self, file: IO[bytes], attempt: Callable[[Callable[[], bytes]], bytes]) -> None:
+        self._file, self._attempt = file, attempt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, size: int = -1) -> bytes:
+        at = self._file.tell()
+
+        def read() -> bytes:
+            self._file.seek(at)
+            return self._file.read(size)
+
+        return self._attempt(read)
 
 
 def _described(error: BaseException) -> str:

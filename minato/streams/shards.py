@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from minato._support.counters import Counters
 from minato._support.items import has_ended, resumed_states, set_skipping
 from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
-from minato.errors import add_note, warn
+from minato.errors import add_note, is_lost_connection, warn
+from minato.options import Retry
 
 __all__ = ["ShardIterator", "ShardedDataset"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 State: TypeAlias = Any
 """What ``state_dict()`` of the iterator of a shard returned."""
 
@@ -49,6 +53,8 @@ class ShardedDataset(IterableDataset[T]):
     Which reader has which shards, in which order, is a function of the shards, ``seed``, epoch, and the reader's
     number and their number. A state names the shards, so that a run also goes on where shards were added or removed.
 
+    Where a shard raises because a connection was lost, it is opened again at the same item, after a pause.
+
     A subclass defines ``shards`` and ``iter_shard``. In torch's loader, a worker is a reader.
 
     Args:
@@ -56,9 +62,11 @@ class ShardedDataset(IterableDataset[T]):
         new_shards: What happens if a state is loaded and there are other shards than when it was taken. ``"refuse"``:
             a ValueError that names them. ``"append"``: done shards stay done, the open ones go on, new ones join
             behind all others, and a warning names those that are gone, which are left out for the rest of the epoch.
+        retry: How often, and for how long, that is repeated for one item; None: ``Retry()``.
 
     Attributes:
         epoch: What ``set_epoch`` was called with last.
+        counters: How often shards were opened again, for the report of a loader.
 
     Raises:
         ValueError, TypeError: An argument is not possible.
@@ -67,11 +75,21 @@ class ShardedDataset(IterableDataset[T]):
     seed: int | None = None
     new_shards: str = "refuse"
     epoch: int = 0
+    retry: Retry = Retry()
+    counters: Counters | None = None
 
-    def __init__(self, *, seed: int | None = None, new_shards: str = "refuse") -> None:
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        new_shards: str = "refuse",
+        retry: Retry | None = None,
+    ) -> None:
         check_choice("new_shards", new_shards, ("refuse", "append"))
         self.seed = check_whole("seed", seed, None)
         self.new_shards = new_shards
+        self.retry = retry or Retry()
+        self.counters = Counters("retries")
 
     def shards(self) -> Sequence[str] | Mapping[str, float]:
         """The names of all shards; each reader calls it, and must get the same.
@@ -96,6 +114,14 @@ class ShardedDataset(IterableDataset[T]):
         """
         raise NotImplementedError(f"{type_name(self)} has no method iter_shard(name, state)")
 
+    def is_transient(self, error: Exception) -> bool:
+        """Whether to open a shard again that raised this: a connection was lost, or a server is busy."""
+        return is_lost_connection(error)
+
+    def attempt(self, read: Callable[[], R]) -> R:
+        """What a function returns that reads, which is called again after transient errors."""
+        return self.retry.call(read, self.is_transient, self.counters)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``."""
         self.epoch = epoch
@@ -104,6 +130,10 @@ class ShardedDataset(IterableDataset[T]):
         info = get_worker_info()
         number, count = (0, 1) if info is None else (info.id, info.num_workers)
         return ShardIterator(self, number, count)
+
+
+class _OpenAgain(Exception):
+    """The shard is to be opened once more; the pause is over."""
 
 
 class ShardIterator(Iterator[T]):
@@ -125,7 +155,8 @@ class ShardIterator(Iterator[T]):
 
     def __init__(self, dataset: ShardedDataset[T], number: int, count: int) -> None:
         self._dataset, self._number = dataset, number
-        self._sizes = _sizes_of(dataset)
+        self._pauses: Iterator[float] | None = None  # before further attempts at the same item
+        self._sizes = dataset.attempt(lambda: _sizes_of(dataset))
         self._gone: frozenset[str] = frozenset()
         self._dealt: list[list[str]] = [[] for _ in range(count)]
         self._done = 0  # number of shards of this reader
@@ -158,21 +189,41 @@ class ShardIterator(Iterator[T]):
                 self._close()
                 continue
             except BaseException as error:
+                if self._pause_after(error):
+                    self._items = None  # its state may be that behind the item
+                    continue
                 # The next call goes on in the same shard, unless it cannot.
                 add_note(error, f"in shard {self._name()!r}, item {self._calls}")
-                self._has_died(self._calls)
+                self._has_died(self._items, self._calls)
                 self._calls += not isinstance(error, KeyboardInterrupt)
+                self._pauses = None
                 raise
             self._calls += 1
+            self._pauses = None
             return item
         raise StopIteration
 
-    def _has_died(self, items: int) -> bool:
-        """Whether the open shard, which has raised after this number of items, cannot go on; warns of that."""
-        if not has_ended(self._items):
+    def _pause_after(self, error: BaseException) -> bool:
+        """Pause before another attempt at what raised an error; False: there is none."""
+        dataset = self._dataset
+        if not (isinstance(error, Exception) and dataset.is_transient(error)):
+            return False
+        if self._pauses is None:
+            self._pauses = dataset.retry.pauses()
+        pause_s = next(self._pauses, None)
+        if pause_s is None:
+            return False
+        if dataset.counters is not None:
+            dataset.counters.add(retries=1)
+        time.sleep(pause_s)
+        return True
+
+    def _has_died(self, items: Iterator[T], count: int) -> bool:
+        """Whether the iterator, which has raised after this number of items, cannot go on; warns of that."""
+        if not has_ended(items):
             return False
         warn(
-            f"shard {self._name()!r} ended by an exception after {items} items; the rest of it is missing: a "
+            f"shard {self._name()!r} ended by an exception after {count} items; the rest of it is missing: a "
             "generator that has raised cannot go on, so catch the exception inside of it"
         )
         return True
@@ -204,7 +255,7 @@ class ShardIterator(Iterator[T]):
             if not is_open:
                 raise StopIteration
             try:
-                passed = self._skip_in_shard(n)
+                passed = self._pass_over(n)
             except Exception:  # it is not known which items follow
                 self._end()
                 raise
@@ -213,13 +264,26 @@ class ShardIterator(Iterator[T]):
             if n > 0:
                 self._close()
 
-    def _skip_in_shard(self, n: int) -> int:
+    def _pass_over(self, n: int) -> int:
         """Pass over items of the open shard; returns how many there were, n at most."""
-        skip = getattr(self._items, "skip", None)
+        while True:
+            try:
+                return self._skip(self._items, n, self._calls)
+            except _OpenAgain:
+                self._items = None
+                self._open()
+
+    def _skip(self, items: Iterator[T], n: int, first: int = 0) -> int:
+        """:meth:`_pass_over` with an iterator of the shard at item ``first``; _OpenAgain: it has raised."""
+        skip = getattr(items, "skip", None)
         if callable(skip):
             try:
                 passed = skip(n)
             except Exception as error:
+                if self._pause_after(error):
+                    raise _OpenAgain from error
+                if self._dataset.is_transient(error):
+                    raise
                 raise RuntimeError(
                     f"skip({n}) of the iterator of shard {self._name()!r} raised {type_name(error)}: "
                     f"{message_of(error)}: let it count items that raise as others"
@@ -234,11 +298,14 @@ class ShardIterator(Iterator[T]):
         try:
             for i in range(n):
                 try:
-                    next(self._items)
+                    next(items)
                 except StopIteration:
                     return i
-                except Exception:  # an earlier run has raised it
-                    if self._has_died(self._calls + i):
+                except Exception as error:
+                    if self._pause_after(error):
+                        raise _OpenAgain from error
+                    # An earlier run has raised it.
+                    if self._has_died(items, first + i):
                         return i + 1
         finally:
             set_skipping(False)
@@ -250,7 +317,7 @@ class ShardIterator(Iterator[T]):
         return own[self._done] if self._done < len(own) else None
 
     def _open(self, state: State = None) -> bool:
-        """Open the next shard, if none is open; returns whether there is one."""
+        """Open the shard at its next item, or the next shard, if none is open; returns whether there is one."""
         if self._late is not None:
             error, _ = self._late
             self._close()
@@ -262,21 +329,30 @@ class ShardIterator(Iterator[T]):
             if name in self._gone:
                 self._done += 1
                 continue
+            items: Any = None
             try:
-                self._items = iter(self._dataset.iter_shard(name, copy.deepcopy(state)))
+                items = iter(self._dataset.iter_shard(name, copy.deepcopy(state)))
+                if state is None and self._calls:
+                    self._check_passed(self._skip(items, self._calls), self._calls)
+            except _OpenAgain:
+                continue
             except StopIteration as error:  # which would count as the end of all shards
                 self._close()
                 raise RuntimeError(
                     f"iter_shard({name!r}) raised StopIteration: return an iterator without items if the shard has none"
                 ) from error
             except Exception as error:
-                add_note(error, f"in shard {name!r}, which cannot be opened")
+                if items is None and self._pause_after(error):
+                    continue
+                what = "which cannot be opened" if items is None else f"item {self._calls}"
+                add_note(error, f"in shard {name!r}, {what}")
                 self._close()
                 raise
+            self._items = items  # last: an interrupted call is repeated
         return True
 
     def _close(self) -> None:
-        self._items, self._calls, self._late = None, 0, None
+        self._items, self._calls, self._late, self._pauses = None, 0, None, None
         self._done += 1
 
     def _end(self) -> None:
@@ -305,7 +381,8 @@ class ShardIterator(Iterator[T]):
         Raises:
             ValueError: Shards have changed, and ``new_shards`` is ``"refuse"``; or the number of readers has.
         """
-        self._items, self._done, self._calls, self._late = None, state["done"], 0, None
+        self._items, self._calls, self._late, self._pauses = None, 0, None, None
+        self._done = state["done"]
         if self._is_joined:
             self._compare(state)
         else:
@@ -319,13 +396,15 @@ class ShardIterator(Iterator[T]):
         except Exception as error:  # that of the next item: other shards follow
             self._done, self._late = state["done"], (error, state)
             return
-        passed = items if inner is not None else self._skip_in_shard(items)
+        if inner is None:
+            self._check_passed(self._pass_over(items), items)
+        self._calls = items
+
+    def _check_passed(self, passed: int, items: int) -> None:
         if passed < items:
             raise ValueError(
-                f"the shard {name!r} has changed: {items} items of it were read when the state was taken, and it has "
-                f"{passed}"
+                f"the shard {self._name()!r} has changed: {items} items of it were read before, and it has {passed}"
             )
-        self._calls = items
 
     def _join(self, known: Sequence[Position]) -> None:
         """Take over what was dealt, and deal new shards behind it."""

@@ -121,7 +121,8 @@ def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch)
         return run(search, roots, seen)
 
     monkeypatch.setattr(Search, "run", counted_run)
-    monkeypatch.delitem(sys.modules, "minato.sources.base", raising=False)
+    for name in ("minato.sources.base", "minato.streams.shards"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     loader = DataLoader(Holds(boxes(100)), 2)
     iterator = iter(loader)
     assert searched == []

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from urllib.error import URLError
 
 import pytest
 
@@ -115,12 +116,25 @@ class ClientPayloadError(Exception):
     """As that of aiohttp."""
 
 
+class Response(SimpleNamespace):
+    """As that of requests."""
+
+    def __bool__(self) -> bool:
+        return bool(self.status_code < 400)
+
+
 class HTTPError(OSError):
     """As that of requests."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
-        self.response = SimpleNamespace(status_code=status)
+        self.response = Response(status_code=status)
+
+
+def because(cause: Exception) -> Exception:
+    error = OSError("cannot be opened")
+    error.__cause__ = cause
+    return error
 
 
 @pytest.mark.parametrize(
@@ -131,6 +145,10 @@ class HTTPError(OSError):
         (HTTPError(503), True),
         (HTTPError(429), True),
         (HTTPError(403), False),
+        (because(HTTPError(503)), True),
+        (because(HTTPError(404)), False),
+        (URLError(ConnectionRefusedError()), True),
+        (URLError("no such host"), False),
         (PermissionError(), False),
         (ValueError(), False),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any, ClassVar
@@ -227,25 +228,24 @@ def test_a_signed_url_is_named_without_its_secrets(folder: Path) -> None:
         next(iter(shards))
 
 
-def test_a_row_group_whose_connection_was_lost_is_read_again(folder: Path) -> None:
+@pytest.mark.parametrize("kind", [Parquet, ParquetShards, ParquetStream])
+def test_files_are_read_again_after_a_lost_connection(kind: Any, folder: Path) -> None:
     local = pytest.importorskip("fsspec.implementations.local")
-    failures = [ConnectionError("reset")]
+    opened = itertools.count()
 
     class Flaky(local.LocalFileSystem):  # type: ignore[misc, name-defined]
         cachable = False
-        reads = False
 
         def _open(self, path: str, *arguments: Any, **keywords: Any) -> Any:
-            if self.reads and failures:
-                raise failures.pop()
+            if next(opened) % 8 == 1:
+                raise ConnectionError("reset")
             return super()._open(path, *arguments, **keywords)
 
-    files = Flaky()
-    source = Parquet(str(folder), filesystem=files, retry=Retry(first_s=0))
-    assert len(source) == ROWS
-    files.reads = True
-    assert source[7]["id"] == 7
-    assert (failures, source.retries) == ([], 1)
+    source = kind(str(folder), filesystem=Flaky())
+    source.retry = Retry(30, first_s=0)
+    rows = map(source.__getitem__, range(ROWS)) if kind is Parquet else iter(source)
+    assert [row["id"] for row in rows] == [*range(ROWS)]
+    assert source.counters.totals()[0] > 0
 
 
 @pytest.mark.parametrize("wrong", [{"columns": ["price"]}, {"where": ds.field("price") > 3}])

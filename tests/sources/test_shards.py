@@ -6,15 +6,17 @@ import gzip
 import io
 import itertools
 import tarfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 
 from minato import DataLoader, MinatoWarning
-from minato.sources.base import SourceError
+from minato.sources.base import Retry, SourceError
 from minato.sources.tars import TarShards
 from tests.streams.streams import in_runs, interrupted, resumed, saved
 
@@ -238,7 +240,7 @@ def test_a_damaged_file_is_an_error_that_names_it(
         assert labels(loader) == [*range(kept), *numbers_of(1)]
 
 
-@pytest.mark.parametrize("data", [gzip.compress(bytes(10_000)), b"<html>" * 200])
+@pytest.mark.parametrize("data", [gzip.compress(bytes(10_000), mtime=0), b"<html>" * 200])
 def test_a_file_that_is_no_tar_file_is_called_so(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(data)
     with pytest.raises(SourceError, match=r"this is no plain tar file \(names of packed"):
@@ -295,6 +297,66 @@ def test_files_that_cannot_be_opened_and_keys_that_come_twice(tmp_path: Path) ->
 
 
 SIGNED = "https://user:hunter2@example.org/a?token=hunter2"
+
+
+class Unsteady(BaseHTTPRequestHandler):
+    """Serves ranges of files; of each third request it cuts the answer, refuses it, or says that it is busy."""
+
+    files: ClassVar[dict[str, bytes]]
+    requests: ClassVar[Iterator[int]]
+
+    def do_GET(self) -> None:
+        data, number = self.files[self.path], next(self.requests)
+        start, end = 0, len(data)
+        if asked := self.headers.get("Range"):
+            first, last = asked.removeprefix("bytes=").split("-")
+            start, end = int(first), min(int(last) + 1, end)
+        if number % 9 == 2:
+            self.send_error(503)
+            return
+        self.send_response(206 if asked else 200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.send_header("Content-Length", str(end - start))
+        self.end_headers()
+        if self.command == "GET":
+            cut = (end - start) // 2 if number % 9 in (5, 8) else end - start
+            self.wfile.write(data[start : start + cut])
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def unsteady() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unsteady) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def serve(files: Mapping[str, bytes]) -> str:
+            Unsteady.files, Unsteady.requests = dict(files), itertools.count()
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield serve
+        server.shutdown()
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_lost_connections_lose_no_sample(suffix: str, unsteady: Any, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: install 'test'")
+    files = {
+        f"/{i}{suffix}": Path(write_tar(tmp_path / "a", members(i))).read_bytes() for i in range(4)
+    }
+    if suffix == ".tar.gz":
+        files = {name: gzip.compress(data) for name, data in files.items()}
+    home = unsteady(files)
+    # So small that a file takes several requests.
+    options: Any = {"retry": Retry(first_s=0.001), "block_size": 2000}
+    dataset = TarShards([home + name for name in files], **options)
+    loader = DataLoader(dataset, 3, readers=2, num_workers=2)
+    assert sorted(labels(loader)) == EVERY
+    assert loader.report().run.reads.retries > 0
 
 
 def signed(kind: str) -> Any:

@@ -139,7 +139,7 @@ def test_a_source_that_is_read_late_or_again_divides_itself(workers: str) -> Non
 
 def test_the_report_shows_what_each_source_has_given() -> None:
     mixed = minato.shuffle(make_mix(60, 20), 10)
-    loader = DataLoader(mixed, 4, readers=2, num_workers=2, collate_fn=list)
+    loader = DataLoader(mixed, 4, readers=2, num_workers=2, collate_fn=list, prefetch_factor=1)
     for _ in range(2):
         for number, _ in enumerate(loader):
             if number == 4:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.utils.data import DataLoader as TorchLoader
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 import minato
 from minato import DataLoader, MinatoWarning, ShardedDataset
 from minato._support.items import set_resumed
+from minato.options import Retry
 from minato.streams.shards import ShardIterator
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, sweep
@@ -372,9 +374,7 @@ def test_a_shard_that_has_become_shorter_and_a_skip_without_a_number() -> None:
         for length, cursor in ((9, iter), (3, iter), (9, Silent))
     )
     next(iter(loader))
-    text = (
-        "the shard '0' has changed: 5 items of it were read when the state was taken, and it has 3"
-    )
+    text = "the shard '0' has changed: 5 items of it were read before, and it has 3"
     with pytest.raises(ValueError, match=text):
         list(resumed(saved(loader), shorter))
     text = r"skip\(5\) .* of shard '0' returned None: return how many"
@@ -500,3 +500,147 @@ def test_shards_that_change_twice_in_a_row() -> None:
         for names in ("123", "1234", "12345", "12345")
     )
     assert sorted(in_runs(loaders, (2, 1, 2, None))) == all_of(dict.fromkeys("12345", 8))
+
+
+# ---- lost connections -----------------------------------------------------------------------
+
+
+class Remote(Numbers):
+    """Each call of ``shards()``, ``iter_shard()``, ``next()`` and ``skip()`` may find the connection lost."""
+
+    def __init__(self, lengths: Mapping[str, int], rng: random.Random, **options: Any) -> None:
+        super().__init__(lengths, retry=Retry(500, first_s=0), **options)
+        self.rng = rng
+
+    def lose(self) -> None:
+        if self.rng.random() < 0.1:
+            raise self.rng.choice([ConnectionResetError, TimeoutError])("lost")
+
+    def shards(self) -> Sequence[str] | Mapping[str, float]:
+        self.lose()
+        return super().shards()
+
+    def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+        self.lose()
+        return super().iter_shard(name, state)
+
+
+def generated(items: range) -> Iterator[int]:
+    yield from items
+
+
+def losing(cursor: Any, dataset: list[Remote]) -> Any:
+    """A kind of iterator that may lose the connection before and, where it has moved on, behind an item."""
+    if cursor is generated:
+
+        def over(items: range) -> Iterator[int]:
+            for item in items:
+                dataset[0].lose()
+                yield item
+
+        return over
+
+    class Losing(cursor):  # type: ignore[misc]
+        def __next__(self) -> int:
+            dataset[0].lose()
+            item: int = super().__next__()
+            dataset[0].lose()
+            return item
+
+    if issubclass(cursor, Seeking):
+
+        def skip(self: Any, n: int) -> int:
+            dataset[0].lose()
+            passed = Seeking.skip(self, n)
+            dataset[0].lose()
+            return passed
+
+        Losing.skip = skip  # type: ignore[attr-defined]
+    return Losing
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("cursor", [generated, *CURSORS[1:]])
+def test_lost_connections_lose_no_item(cursor: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = {str(i): rng.choice([0, 1, 5, 9]) for i in range(4)}
+    known: list[Remote] = []
+    known[:] = [Remote(lengths, rng, cursor=losing(cursor, known), seed=seed)]
+    expected = [*iter(Numbers(lengths, seed=seed))]
+    items, found = iter(known[0]), []
+    while len(found) < len(expected):
+        for _ in range(rng.randint(0, 6)):
+            found += itertools.islice(items, 1)
+        state = saved(items)
+        items = iter(known[0])
+        if rng.random() < 0.5:
+            items.load_state_dict(state)
+        else:
+            items.skip(len(found))
+    assert found == expected
+    assert [*items] == []
+    assert known[0].counters is not None
+    assert known[0].counters.totals()[0] > 0 or len(expected) < 9
+
+
+class Dead(Cursor):
+    """Always loses the connection at the second and the fourth item, and goes on behind them."""
+
+    tries: list[int]
+
+    def __next__(self) -> int:
+        item = super().__next__()
+        if item % 1000 in (1, 3):
+            self.tries.append(item)
+            raise ConnectionResetError(item)
+        return item
+
+
+def test_attempts_end_with_the_error_at_its_place() -> None:
+    Dead.tries = []
+    dataset = Numbers({"0": 6}, Dead, retry=Retry(3, first_s=0))
+    loader = DataLoader(dataset, 1, readers=1, errors="skip")
+    with pytest.warns(MinatoWarning, match="2 samples of this epoch were skipped"):
+        assert numbers(loader) == [0, 2, 4, 5]
+    # To pass over the first one counts for the attempts at the second one.
+    assert Dead.tries == [1, 1, 1, 3, 1, 1, 3]
+    assert loader.report().run.reads.retries == 4
+    # They are passed over again, within the attempts of one item.
+    Dead.tries = []
+    items = iter(dataset)
+    items.skip(5)
+    assert next(items) == 5
+    assert Dead.tries == [1, 1, 1, 3]
+
+
+def test_an_error_that_is_no_lost_connection_counts_at_once() -> None:
+    class Picky(Numbers):
+        def is_transient(self, error: Exception) -> bool:
+            return not str(error)
+
+    Dead.tries = []
+    items = iter(Picky({"0": 6}, Dead))
+    assert next(items) == 0
+    with pytest.raises(ConnectionResetError):
+        next(items)
+    assert Dead.tries == [1]
+
+
+@pytest.mark.parametrize("cursor", CURSORS[1:])
+def test_an_interrupted_pause_loses_no_item(cursor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    class Once(cursor):  # type: ignore[misc]
+        def __next__(self) -> int:
+            if self.at == 3 and next(calls) < 2:
+                raise ConnectionResetError
+            found: int = super().__next__()
+            return found
+
+    items = iter(Numbers({"0": 6}, Once))
+    assert [*itertools.islice(items, 3)] == [0, 1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr("minato.streams.shards.time.sleep", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(items)
+    assert [*items] == [3, 4, 5]
