@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from minato._support.counters import Counters
 from minato._support.values import items_of, message_of, plain, printable
 from minato.checks import refuse_one
-from minato.errors import MinatoError
+from minato.errors import MinatoError, is_lost_connection
 from minato.options import Retry
 from minato.sources.connections import Connections, Settings, shown_text
 
@@ -58,8 +58,8 @@ class KeyedSource(Dataset[Any], ABC):
         connections: Those of this process.
     """
 
-    transient: ClassVar[tuple[type[BaseException], ...]] = (ConnectionError, TimeoutError)
-    """Errors of the library after which a read is repeated."""
+    transient: ClassVar[tuple[type[BaseException], ...]] = ()
+    """Errors of the library after which a read is repeated; without any: those of a lost connection."""
     shared: ClassVar[bool] = True
     """Whether all threads share a connection; otherwise each read in flight has its own."""
     settings: Settings = Settings({})
@@ -97,7 +97,7 @@ class KeyedSource(Dataset[Any], ABC):
 
     def is_transient(self, error: Exception) -> bool:
         """Whether to repeat a read that raised this."""
-        return isinstance(error, self.transient)
+        return isinstance(error, self.transient) if self.transient else is_lost_connection(error)
 
     def describe_error(self, error: Exception) -> str:
         """The text of an error of the library, for messages."""

@@ -10,7 +10,6 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from minato.errors import is_lost_connection
 from minato.sources.base import KeyedSource, Retry, SourceError
 from minato.sources.connections import Env, Place, Settings
 
@@ -53,9 +52,6 @@ class Files(KeyedSource):
             self.place.url, skip_instance_cache=True, **self.settings.values()
         )
         return system, directory.rstrip("/")
-
-    def is_transient(self, error: Exception) -> bool:
-        return is_lost_connection(error)
 
     def read_value(self, key: str) -> bytes:
         # Some file systems decode paths like URLs.

@@ -224,9 +224,6 @@ class Parquet(KeyedSource):
         """The files as they were given; a URL or a path as a :class:`Place`."""
         return self._groups.files
 
-    def is_transient(self, error: Exception) -> bool:
-        return is_lost_connection(error)  # a row group's error has it as the cause
-
     def open_connection(self) -> tuple[threading.Lock, OrderedDict[int, _Rows]]:
         """The row groups that this process keeps."""
         return threading.Lock(), OrderedDict()

@@ -111,8 +111,13 @@ def test_keys_stay_what_they_are() -> None:
                 make(wrong)
 
 
-def test_what_passes_is_tried_again_and_counted() -> None:
-    source = Flaky(3, ConnectionError, Retry(attempts=4, first_s=0.001))
+class ReadTimeout(Exception):
+    """As those of httpx and requests, which are none of Python's."""
+
+
+@pytest.mark.parametrize("error", [ConnectionError, ReadTimeout])
+def test_what_passes_is_tried_again_and_counted(error: type[Exception]) -> None:
+    source = Flaky(3, error, Retry(attempts=4, first_s=0.001))
     assert [source[0], source[1]] == ["A", "B"]
     assert source.retries == 6
 
