@@ -599,6 +599,15 @@ class Retry:
         for name in ("first_s", "longest_s", "deadline_s"):
             given_number(name, getattr(self, name), "seconds")
 
+    @classmethod
+    def given(cls, retry: Retry | None) -> Retry:
+        """An argument, or the default for None; TypeError: it is something else, such as a number of attempts."""
+        if not isinstance(retry, cls | None):
+            raise TypeError(
+                f"retry={text_of(retry)} is a {type_name(retry)}: give a Retry, such as Retry(attempts=8)"
+            )
+        return retry or cls()
+
     def __fingerprint__(self) -> None:
         """No sample depends on it."""
 

@@ -72,7 +72,7 @@ class KeyedSource(Dataset[Any], ABC):
     ) -> None:
         self._keys = _by_position(keys)
         self._decode = decode
-        self.retry = retry or Retry()
+        self.retry = Retry.given(retry)
         self.counters = Counters("retries")
         """Shown in the report of a loader."""
         self.connections: Connections[Any] = Connections(

@@ -375,6 +375,10 @@ class ParquetShards(ShardedDataset[Row]):
     def shards(self) -> Sequence[str] | Mapping[str, float]:
         """The row groups, with their numbers of rows, of which ``where`` may select some, if no name comes twice."""
         names, groups = self._groups.names(), self._groups.found()[0]
+        if not names:
+            raise ValueError(
+                "the files have no row group, or where= excludes the rows of all: give other files, or another where="
+            )
         if len(set(names)) < len(names):
             return names
         sizes = [group.row_groups[0].num_rows for group in groups]

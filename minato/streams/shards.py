@@ -88,7 +88,7 @@ class ShardedDataset(IterableDataset[T]):
         check_choice("new_shards", new_shards, ("refuse", "append"))
         self.seed = check_whole("seed", seed, None)
         self.new_shards = new_shards
-        self.retry = retry or Retry()
+        self.retry = Retry.given(retry)
         self.counters = Counters("retries")
 
     def shards(self) -> Sequence[str] | Mapping[str, float]:

@@ -122,6 +122,13 @@ def test_what_passes_is_tried_again_and_counted(error: type[Exception]) -> None:
     assert source.retries == 6
 
 
+@pytest.mark.parametrize("retry", [3, Retry])
+def test_attempts_are_a_retry(retry: Any) -> None:
+    for make in (lambda: Flaky(3, OSError, retry), lambda: minato.ShardedDataset(retry=retry)):
+        with pytest.raises(TypeError, match=r"retry=.* is a \w+: give a Retry, such as"):
+            make()
+
+
 @pytest.mark.parametrize(
     ("retry", "tries"),
     [(Retry(attempts=3, first_s=0.001), 3), (Retry(attempts=9, first_s=0.5, deadline_s=0.01), 1)],

@@ -128,6 +128,8 @@ def test_columns_and_rows_are_pushed_down(folder: Path) -> None:
     assert ids(source[i] for i in range(len(source))) == list(range(75, 100))
     assert list(source[0]) == ["id"]
     assert len(Parquet(folder, where=ds.field("id") > 1000)) == 0
+    with pytest.raises(ValueError, match="where= excludes the rows of all: give other files"):
+        next(iter(ParquetShards(folder, where=ds.field("id") > 1000)))
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
