@@ -28,7 +28,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import current_process, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ from tests.stress import scenario
 from tests.stress.scenario import Plain, Scenario
 
 PROGRAM = "tests.stress.faults"
+OWN = f"mp-{os.getpid()}-"
+"""The names of this program's semaphores begin so."""
 LENGTH, BATCH, WORKERS = 96, 8, 2
 BAD = 41
 """A sample that raises where failures are written to a disk."""
@@ -377,12 +379,13 @@ def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dic
 
 
 def shared_memory() -> set[str]:
-    """Entries of ``/dev/shm`` that no process maps."""
+    """Entries of ``/dev/shm`` that no process maps, without the semaphores of other programs."""
     mapped = ""
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended
             mapped += path.read_text()
-    return {path.name for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
+    unmapped = {path.name for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
+    return {name for name in unmapped if not name.startswith("sem.mp-") or OWN in name}
 
 
 def until_none_is_left(left: Callable[[], Collection[str]]) -> None:
@@ -437,6 +440,7 @@ def choose(seed: int, faults: list[str], methods: list[str]) -> list[Cell]:
 
 
 def section(options: argparse.Namespace) -> str:
+    current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
     entries = set(os.listdir("/dev/shm"))
     cells = choose(options.seed, options.fault or [*FAULTS], options.method or [*METHODS])
     took_s, skipped = run_cells(cells, options.seconds)
