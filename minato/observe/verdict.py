@@ -159,14 +159,19 @@ def judge(setup: Setup, run: Period) -> Verdict:
 def _without_workers(setup: Setup, costs: _Costs, steady_s: float) -> Verdict | None:
     """Batches that the training process would load sooner than it gets them; ``steady_s``: from one to the next."""
     alone_s = costs.serial + costs.work - costs.transfer + costs.pinning + costs.queueing
-    others = setup.worker_method == "ray" or setup.ranks > 1 or setup.reads_here
-    if setup.num_workers == 0 or others or setup.fetch_concurrency > 1:
+    needed = setup.worker_method == "ray" or setup.ranks > 1 or setup.reads_here
+    if setup.num_workers == 0 or needed or setup.fetch_concurrency > 1:
         return None
     if alone_s >= _WITHOUT * steady_s:
         return None
     summary = "The bottleneck is the transfer of batches to the training process."
     evidence = f"To load a batch takes {seconds(costs.work)}, less than to get it from a worker."
-    advice, changes = "Load in the training process: num_workers=0.", {"num_workers": 0}
+    changes: dict[str, Any] = {"prefetch_factor": None, "persistent_workers": False}
+    # torch refuses both without workers.
+    changes = {name: value for name, value in changes.items() if getattr(setup, name)}
+    others = f", without {' and '.join(changes)}" if changes else ""
+    advice = f"Load in the training process: num_workers=0{others}."
+    changes["num_workers"] = 0
     speedup = costs.whole / max(alone_s, 1e-9)
     return Verdict("transfer", summary, (evidence,), advice, changes, speedup)
 

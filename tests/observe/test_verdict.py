@@ -133,6 +133,10 @@ def test_no_workers_at_all() -> None:
     waste = verdict(busy_s=2.0, busy_share=0.1)
     assert (waste.bottleneck, waste.changes) == ("transfer", {"num_workers": 0})
     assert waste.speedup == pytest.approx(0.1 / 0.03)
+    given = {"prefetch_factor": 4, "persistent_workers": True}
+    kept = verdict(given, busy_s=2.0, busy_share=0.1)
+    assert kept.changes == {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    assert kept.advice.endswith("num_workers=0, without prefetch_factor and persistent_workers.")
     shared = ({"ranks": 2}, {"fetch_concurrency": 2}, {"worker_method": "ray"})
     for setup in shared:
         assert verdict(setup, busy_s=2.0, busy_share=0.1).changes != waste.changes
