@@ -49,7 +49,7 @@ from minato._support.loader_class import (
     made_only,
 )
 from minato._support.objects import attribute, is_own_class
-from minato._support.values import text_of, type_name
+from minato._support.values import plain, text_of, type_name
 from minato._system import environment
 from minato.checks import (
     check_platform,
@@ -816,11 +816,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             rereads=options.readers is not None and options.readers.resume == "read",
             by_cost=self._minato_cost_batches is not None,
         )
+        count: Any = self.num_workers
         workers = WorkerSpec(
-            count=self.num_workers,
+            count=count if isinstance(count, int) else plain(count),  # torch takes NumPy's, too
             context=self.multiprocessing_context,
             init_fn=self.worker_init_fn,
-            prefetch_factor=self.prefetch_factor,
+            prefetch_factor=plain(self.prefetch_factor),
             bounds_prefetch=not isinstance(self.prefetch_factor, Unbound),
             persistent=persistent,
             timeout_s=self.timeout,

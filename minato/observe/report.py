@@ -42,8 +42,8 @@ class Report:
         origin: The program.
         setup: The loader.
         verdict: The bottleneck, and the change to make.
-        run: All epochs together; the prefetch window and the active workers are those of the last. The fewest and
-            the most workers are those of ``epochs``.
+        run: All epochs together; the prefetch window and the active workers are those of the last one with a batch.
+            The fewest and the most workers are those of ``epochs``.
         epochs: The latest 64 that have ended, and the one that runs.
         slowest: The twenty slowest samples of the run.
         dataset: What ``minato_figures()`` of the dataset returned, if it has such a method.
@@ -105,21 +105,20 @@ def report_of(
     """The report of all epochs of a loader so far, and figures of its dataset."""
     records = log.records()
     whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
+    seen = [each.use for each in records if each.use.last is not None]
+    whole.use = seen[-1] if seen else whole.use  # an epoch that has no batch yet shows nothing
     metrics, total = [each.metrics for each in records], Metrics()
     for each in (log.forgotten, *metrics):
         total += each
-    run = _period(whole, total, "run", steps)
-    used = [each.use.workers for each in records if each.use.last is not None]
-    fewest, most = min((low for low, _ in used), default=0), max((n for _, n in used), default=0)
-    workers = dataclasses.replace(run.workers, fewest=fewest, most=most)
-    run = dataclasses.replace(run, workers=workers)
+    numbers = [number for each in seen for number in each.workers] or [0]
+    run = _period(whole, total, "run", steps, (min(numbers), max(numbers)))
     return Report(
         origin=_origin(),
         setup=setup,
         verdict=judge(setup, run),
         run=run,
         epochs=tuple(
-            _period(each, of_epoch, f"epoch {each.epoch}", steps)
+            _period(each, of_epoch, f"epoch {each.epoch}", steps, each.use.workers)
             for each, of_epoch in zip(records, metrics, strict=True)
         ),
         slowest=tuple(
@@ -146,8 +145,13 @@ def _origin() -> figures.Origin:
 
 
 def _period(
-    record: EpochRecord, metrics: Metrics, name: str, steps: Sequence[str]
+    record: EpochRecord,
+    metrics: Metrics,
+    name: str,
+    steps: Sequence[str],
+    numbers: tuple[int, int],
 ) -> figures.Period:
+    """All figures of a record; ``numbers``: the fewest and the most active workers."""
     counts, use = metrics.counts, record.use
     return figures.Period(
         name=name,
@@ -155,7 +159,7 @@ def _period(
         finished=record.finished,
         waiting=_waiting(metrics),
         throughput=_throughput(metrics),
-        workers=_workers(metrics, use),
+        workers=_workers(metrics, use, *numbers),
         prefetch_window=figures.WindowFigures(
             occupancy=use.occupancy,
             in_flight=use.in_flight,
@@ -225,11 +229,12 @@ def _throughput(metrics: Metrics) -> figures.Throughput:
     )
 
 
-def _workers(metrics: Metrics, use: LoaderUse) -> figures.Workers:
+def _workers(metrics: Metrics, use: LoaderUse, fewest: int, most: int) -> figures.Workers:
     counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
-    count = 0 if use.last is None else use.last.workers
-    # Workers that stay are idle between two epochs, too, which is not the loader's doing.
-    idle_ns = min(counts["idle_ns"], max(count * counts["wall_ns"] - busy_ns, 0))
+    idle_ns = counts["idle_ns"]
+    if use.last is not None:
+        # Workers that stay are idle between two epochs, too, which is not the loader's doing.
+        idle_ns = min(idle_ns, max(most * counts["wall_ns"] - busy_ns, 0))
     total_ns = busy_ns + idle_ns
     window_full_ns = min(_histogram(metrics, "window_full").total, idle_ns)
     # The clock of a thread does not advance while the thread is queued for a core.
@@ -239,9 +244,9 @@ def _workers(metrics: Metrics, use: LoaderUse) -> figures.Workers:
         # Calls that load a whole batch, or read items, are not timed like this.
         on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
     return figures.Workers(
-        count=count,
-        fewest=use.workers[0],
-        most=use.workers[1],
+        count=0 if use.last is None else use.last.workers,
+        fewest=fewest,
+        most=most,
         busy_s=busy_ns / 1e9,
         busy_share=_ratio(busy_ns, total_ns),
         no_work_share=_ratio(idle_ns - window_full_ns, total_ns),
@@ -320,10 +325,11 @@ def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[figures.Stage, ...]
             stages.append(_stage(name, kind, values, share))
     elif not reading.count:
         stages.append(_stage("samples", "source", total, total.total / busy_ns))
-    share, count = 1.0 - sum(stage.share for stage in stages), total.count or reading.count
+    share = max(1.0 - sum(stage.share for stage in stages), 0.0)
+    count = total.count or reading.count
     mean_s = _ratio(share * busy_ns / 1e9, count)
     spread_s = mean_s, mean_s, mean_s  # not measured
-    rest = figures.Stage("collate and copy", "collate", count, mean_s, *spread_s, max(share, 0.0))
+    rest = figures.Stage("collate and copy", "collate", count, mean_s, *spread_s, share)
     return *stages, rest
 
 

@@ -22,6 +22,7 @@ import rich.console
 import torch
 
 from minato import DataLoader, ErrorPolicy, FetchOptions, Readers, StragglerPolicy
+from minato._core import Histogram
 from minato.caching import MemoryCache
 from minato.observe import report as report_module
 from minato.observe.epoch_log import LoaderUse
@@ -105,6 +106,16 @@ def test_every_stage_has_its_costs(report: Report) -> None:
     assert stages["pause"].p50_s >= 0.0039
     assert stages["stall_at_5"].p50_s < stages["pause"].p50_s
     assert stages["dataset"].p99_s > 0.45
+
+
+def test_no_figure_of_a_stage_is_negative() -> None:
+    """The shares of the others may add up to more than 1 by the rounding of floats."""
+    metrics = Metrics(Counter(busy_ns=33))
+    for name, duration_ns in {"dataset": 12, "0 One": 10, "1 Two": 11, "total": 33}.items():
+        metrics.histograms[name] = Histogram()
+        metrics.histograms[name].record(duration_ns)
+    rest = report_module._stages(metrics, ["One", "Two"])[-1]
+    assert (rest.share, rest.mean_s) == (0, 0)
 
 
 def test_the_slowest_samples_are_named_with_their_dearest_stage(report: Report) -> None:
@@ -280,6 +291,7 @@ def test_each_figure_has_a_unit_and_a_reading() -> None:
         (Lists(40), {"num_workers": 1}),
         (Stream(40), {"num_workers": 1}),
         (Numbers(40), {"num_workers": 1, "compat": "torch"}),
+        (Numbers(40), {"num_workers": np.int64(1), "prefetch_factor": np.int64(2)}),
         (Sleepy(40, 0.001), {"num_workers": 1, "fetch_concurrency": 8, "transforms": [pause]}),
     ],
 )
@@ -289,6 +301,7 @@ def test_every_kind_of_loader_has_a_report(dataset: Any, arguments: dict[str, An
     assert report.run.throughput.samples == 80
     assert report.run.finished
     assert all(stage.share >= 0 for stage in report.run.stages)
+    assert json.loads(report.to_json())["run"]["epochs"] == 2
     assert str(report)
 
 
@@ -315,14 +328,19 @@ def test_before_between_and_in_the_middle() -> None:
     del iterator
     assert [each.throughput.batches for each in loader.report().epochs] == [3]
     assert [each.throughput.batches for each in run(loader).epochs] == [3, 10]
+    iter(loader)
+    begun = loader.report()
+    assert begun.epochs[-1].throughput.batches == begun.epochs[-1].workers.count == 0
+    assert (begun.run.workers.count, begun.run.prefetch_window.limit) == (1, 1)
 
 
 def test_time_between_epochs_is_no_idle_time() -> None:
     """Workers that stay are idle while the program validates its model."""
     metrics = Metrics(Counter(busy_ns=8, idle_ns=100, wall_ns=5))
     use = LoaderUse()
-    use.add(0, LoaderSnapshot(2, 0, 0, 4, 0, 0))
-    workers = report_module._workers(metrics, use)
+    for count in (2, 1):  # num_workers="auto" has ended one
+        use.add(0, LoaderSnapshot(count, 0, 0, 4, 0, 0))
+    workers = report_module._workers(metrics, use, *use.workers)
     assert (workers.busy_share, workers.no_work_share) == pytest.approx((0.8, 0.2))
 
 
