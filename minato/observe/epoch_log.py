@@ -317,6 +317,8 @@ class EpochLog(Observer):
         self._ended = _Ended([], Metrics(), (0,) * len(_TOTALS), 0)
         self._sources: tuple[MetricsSource, ...] = ()  # of engines that run
         self._latest: tuple[MetricsSource, Metrics] | None = None  # of the last epoch that ended
+        # Of the storage, while epochs ran; and as it was when those began that run now.
+        self._reads: tuple[Counts, Counts | None] = Counts(), None
         self._shown = {"wall_ns": 0, "waited_ns": 0}
 
     @property
@@ -330,6 +332,16 @@ class EpochLog(Observer):
         total = _metrics_of(self._ended.records[:-_KEPT_EPOCHS])
         total += self._ended.forgotten
         return total
+
+    @property
+    def reads(self) -> Counts:
+        """What the storage did while epochs ran: of those that run at a time, each has all of it."""
+        before, since = self._reads
+        if since is None:
+            return before
+        reads = self.storage().minus(since)
+        reads.add(before)
+        return reads
 
     @property
     def active_ns(self) -> int:
@@ -349,6 +361,8 @@ class EpochLog(Observer):
         calls = Calls(now_ns())
         record = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
         running = RunningEpoch(self, record, progress, source)
+        if not self._running:
+            self._reads = self.reads, self.storage()
         self._running += (running,)
         return running
 
@@ -364,6 +378,7 @@ class EpochLog(Observer):
         for each in self._running:
             each.is_over = True
         self._running, self._sources, self._latest = (), (), None
+        self._reads = self.reads, None
 
     @property
     def slow(self) -> list[SlowSample]:
@@ -383,6 +398,8 @@ class EpochLog(Observer):
             records.append(record)
         self._latest = running.source, record.after
         self._running = tuple(each for each in self._running if each is not running)
+        if not self._running:
+            self._reads = self.reads, None
         running.is_over = True
         if len(records) - self._ended.num_added > _TOGETHER:
             self._add_up()

@@ -110,6 +110,7 @@ def report_of(
     metrics, total = [each.metrics for each in records], Metrics()
     for each in (log.forgotten, *metrics):
         total += each
+    total.counts.update(log.reads)
     numbers = [number for each in seen for number in each.workers] or [0]
     run = _period(whole, total, "run", steps, (min(numbers), max(numbers)))
     return Report(

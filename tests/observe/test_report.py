@@ -446,6 +446,16 @@ def test_what_sources_reads_and_the_cache_did() -> None:
     next(iterator)
     fetching.counters.add(hedged=3, hedges_won=1)
     assert loader.report().epochs[-1].reads.hedged == 3
+    other = iter(loader)  # at the same time
+    fetching.counters.add(hedged=4)
+    shown = loader.report()
+    assert ([each.reads.hedged for each in shown.epochs[-2:]], shown.run.reads.hedged) == (
+        [7, 4],
+        7,
+    )
+    del iterator, other
+    assert loader.report().run.reads.hedged == 7
+    assert run(loader).run.reads.hedged == 7
 
 
 def test_nothing_is_measured_on_request() -> None:
