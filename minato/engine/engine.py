@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from time import thread_time_ns
+from time import sleep, thread_time_ns
 from typing import TYPE_CHECKING, Any, cast
 
 from minato._core import now_ns
@@ -52,6 +52,8 @@ __all__ = ["Engine"]
 _READ_COSTS_EVERY_NS = 10_000_000
 _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""
+_NOTED_NS, _NOTED_S = 20_000_000, 0.0002
+"""A worker notes what a lease took after its batch is complete: how long an epoch waits for that, and between looks."""
 _BATCH_RECORDS = 2048
 _BATCHES_OFFERED = 7
 """Batches of an iterable dataset for each worker, besides the one that it runs: their items may go to any worker."""
@@ -359,6 +361,8 @@ class Engine(BatchSource):
             raise
         except StopIteration:
             try:
+                if self.observers and not self.plan.options.begins_next_epoch:
+                    self._await_notes()
                 if self._failures is not None:
                     self._failures.end()
                 if self._cost_history is not None:
@@ -369,6 +373,13 @@ class Engine(BatchSource):
                 self.observers.finish()
             raise
         return item
+
+    def _await_notes(self) -> None:
+        workers, due_ns = range(len(self.meters)), now_ns() + _NOTED_NS
+        while any(self.ledger.lease(each).position is not None for each in workers):
+            if now_ns() > due_ns:
+                return
+            sleep(_NOTED_S)
 
     def _prepare(self, item: OpenBatch, outgoing: Outgoing) -> None:
         """Prepare what to record of a batch, and the batches of later calls, before it is given; each part once."""

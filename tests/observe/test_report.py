@@ -31,6 +31,7 @@ from minato.observe.observers import LoaderSnapshot, Metrics
 from minato.observe.report import Report
 from minato.observe.text import headline
 from minato.sources.base import KeyedSource, Retry
+from minato.workers.worker import Worker
 from tests.datasets import (
     Failing,
     Filled,
@@ -342,6 +343,24 @@ def test_time_between_epochs_is_no_idle_time() -> None:
         use.add(0, LoaderSnapshot(count, 0, 0, 4, 0, 0))
     workers = report_module._workers(metrics, use, *use.workers)
     assert (workers.busy_share, workers.no_work_share) == pytest.approx((0.8, 0.2))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_has_all_that_its_workers_did(
+    persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may be held up between the batch that ends the epoch and its notes."""
+    monkeypatch.setattr("minato.engine.engine._NOTED_NS", 1 << 62)
+    note = Worker.end_lease
+
+    def note_late(*given: Any) -> Any:
+        time.sleep(0.02)
+        return note(*given)
+
+    monkeypatch.setattr(Worker, "end_lease", note_late)
+    made = {"num_workers": 1, "workers": "thread", "persistent_workers": persistent}
+    report = run(DataLoader(Sleepy(1, 0.01), **made), 2)
+    assert all(each.workers.busy_s >= 0.01 for each in report.epochs)
 
 
 def test_a_run_has_the_fewest_and_the_most_workers_of_its_epochs() -> None:
