@@ -79,10 +79,10 @@ class Throughput:
 
     wall_s: float = _figure("s", "from iter() to the last batch")
     batches: int = _figure("batches", "that next() returned, or whose error it raised")
-    samples: int = _figure(
-        "samples", "in them, without those skipped; of a stream, those requested"
+    samples: int = _figure("samples", "in them, without those skipped")
+    nbytes: int = _figure(
+        "bytes", "of memory that they take; 0: they are objects whose size is not known"
     )
-    nbytes: int = _figure("bytes", "in them; 0: they are objects whose size is not known")
     batches_per_s: float = _figure("per s", "with the time of your own step")
     samples_per_s: float = _figure("per s", "with the time of your own step")
     bytes_per_s: float = _figure(
@@ -93,7 +93,8 @@ class Throughput:
     )
     step_mean_s: float = _figure("s", "far above P50: some steps do more, such as validation")
     coverage: float = _figure(
-        "share", "returned, of the samples of the sampler; 100 % at the end of an epoch"
+        "share",
+        "returned, of the samples of the sampler; at the end of an epoch all but the skipped",
     )
 
 
@@ -202,7 +203,9 @@ class Errors:
     recovered: int = _figure("samples", "that succeeded in a retry")
     skipped: int = _figure("samples", "skipped; each is missing in the epoch")
     substituted: int = _figure("samples", "replaced by on_error")
-    raised: int = _figure("samples", "whose error next() raised")
+    raised: int = _figure(
+        "samples", "whose error next() raised; 0 where errors= neither retries nor calls a function"
+    )
     unrecorded: int = _figure("failures", "missing in ErrorPolicy.log; above 0: check the disk")
 
 

@@ -69,7 +69,9 @@ class Headroom:
 
     def __str__(self) -> str:
         if not self.replayed_s:
-            return "No step was timed: run a training loop over this object first."
+            return (
+                "No step was timed: run a training loop of more than two batches over this object."
+            )
         return (
             f"A step takes {seconds(self.loaded_s)}, and {seconds(self.replayed_s)} with an ideal loader: "
             f"at most {digits(self.speedup)}× faster."
