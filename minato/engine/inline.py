@@ -533,6 +533,8 @@ class InlineEngine(BatchSource):
             if error is not None:
                 return samples, error
             samples += found
+            if 0 < self._slow_ns < runner.longest_ns:
+                self._count_slow(batch, 1)
         return samples, None
 
     def _run_retrying(

@@ -278,7 +278,7 @@ class RunningSample(NamedTuple):
     """A slow sample that a worker is still loading.
 
     Attributes:
-        index: Of the dataset.
+        index: Of the dataset; of an iterable one, reader and number of the item.
         worker: Number of the worker.
         running_s: Time that it has taken so far, in seconds; without the time before it was deferred, if it was.
         transform: Name of the running transform; None: the dataset.
@@ -300,7 +300,7 @@ class SlowSamples(NamedTuple):
         share: Share of slow samples among the latest, from 0 to 1.
         lags: Number of samples of the newest epoch for each lag, in batches behind strict order; negative: ahead of it.
         shares: Share of slow samples in each returned batch of that epoch.
-        running: Slow samples that are still being loaded, the longest first; empty with iterable datasets.
+        running: Slow samples that are still being loaded, the longest first.
     """
 
     threshold_s: float

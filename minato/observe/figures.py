@@ -254,7 +254,9 @@ class Stage:
 class SlowSample:
     """One of the slowest samples."""
 
-    index: int | str = _figure("index", "in the dataset")
+    index: int | str = _figure(
+        "index", "in the dataset; of an iterable one, the item and its reader"
+    )
     cost_s: float = _figure("s", "far above the others: inspect this sample")
     epoch: int = _figure("epoch", "in which it took that long")
     stage: str = _figure("name", "its slowest stage; empty: cheap samples are not timed one by one")

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._core.segment import Memory
+from minato._support.items import Item
 from minato._support.values import integer_of, text_of
 
 __all__ = [
@@ -80,7 +81,7 @@ class SlowSample(NamedTuple):
     """The cost of one sample.
 
     Attributes:
-        key: The index in the dataset: an integer, or the text of another index, cut after 64 bytes.
+        key: The index in the dataset: an integer, or the text of another index or of an item, cut after 64 bytes.
         cost_ns: Its active time, waiting excluded.
         stage: Its slowest stage: a transform's number, -1 for the dataset, or ``UNKNOWN``.
     """
@@ -161,7 +162,8 @@ def _identity(index: object) -> tuple[int, bytes]:
     number = integer_of(index)
     if number is not None and -_INT64 <= number < _INT64:
         return number, b""
-    return 0, (text_of(index).encode()[:_TEXT].rstrip(b"\0") or b"?")
+    text = str(index) if type(index) is Item else text_of(index)
+    return 0, (text.encode()[:_TEXT].rstrip(b"\0") or b"?")
 
 
 # ---- the meters of a worker, and their sum --------------------------------------------------

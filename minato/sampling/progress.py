@@ -176,7 +176,7 @@ class _Recorder:
 
 
 class Coverage(NamedTuple):
-    """Tallies of the indices that the sampler yielded in one epoch; of batches for an iterable dataset.
+    """Tallies of the indices that the sampler yielded in one epoch, or of the items of an iterable dataset.
 
     Attributes:
         epoch: Number of the epoch.

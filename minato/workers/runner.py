@@ -18,6 +18,7 @@ from typing import Any
 from minato._core import Lease, WorkerLedger, now_ns, run_samples, run_steps
 from minato._fork_safety import end_copy
 from minato._support.hashes import index_hash
+from minato._support.items import Item, item_of
 from minato._support.objects import nbytes_of
 from minato.batching.blobs import Kinds
 from minato.observe.meters import UNKNOWN, Meters
@@ -315,7 +316,8 @@ class Runner:
         self._total, self._slowest = meters.total, meters.slowest
         self._stage_runner = stage_runner
         self._stages: list[tuple[int, int]] = [] if stage_runner is None else stage_runner.longest
-        self.may_repeat = not plan.pipeline.streams
+        self._streams = plan.pipeline.streams
+        self.may_repeat = not self._streams
         """Whether cheap samples may run unbound, and again if one draws: not those that are read only once."""
         self.failure: BaseException | None = None
         """Every sample raises it: what ``worker_init_fn`` raised."""
@@ -547,7 +549,7 @@ class Runner:
                     lambda made: len(made) if isinstance(made, list) else batch_size,
                 )
             else:
-                fetch = _recorded(fetch, self.tracer, self.lease, epoch, repeats=repeats)
+                fetch = self._recorded(fetch, epoch, repeats=repeats)
         randomness, draws = self.randomness, self.cost_estimate.draws
         if randomness is None:
             samples, error = self._run(position, epoch, indices, fetch, None)
@@ -607,7 +609,7 @@ class Runner:
         self._stages.clear()
         fetch: Fetch = stage_runner.resume
         if self.tracer.enabled:
-            fetch = _recorded(fetch, self.tracer, self.lease, epoch)
+            fetch = self._recorded(fetch, epoch)
         bind = None
         if randomness is not None and captured is not None:
             bind = functools.partial(_restore, randomness, captured)
@@ -718,34 +720,37 @@ class Runner:
                 continue
             stage, stage_ns = stages.pop() if stages else (UNKNOWN, 0)
             if durations[i] > slowest.floor_ns:
-                slowest.offer(indices[i], epoch, durations[i], stage, stage_ns)
+                slowest.offer(self._named(indices[i]), epoch, durations[i], stage, stage_ns)
+
+    def _recorded(self, fetch: Fetch, epoch: int, *, repeats: bool = False) -> Fetch:
+        """``fetch``, but each sample is recorded; ``repeats``: it has run before, and the earlier result counts."""
+        tracer, lease = self.tracer, self.lease
+
+        def fetched(index: object) -> Any:
+            begin_ns, position = tracer.now(), lease.position or 0
+            named = self._named(index.index if type(index) is DeferredSample else index)
+            args = {"index": str(named) if type(named) is Item else named, "epoch": epoch}
+            try:
+                sample = fetch(index)
+            except BaseException as error:
+                args["error"] = type(error).__name__
+                tracer.sample(position, f"{SAMPLE} (failed)", begin_ns, args)
+                raise
+            name = REPEATED if repeats else SAMPLE
+            if type(sample) is DeferredSample:
+                name = f"{SAMPLE} (deferred)"
+            tracer.sample(position, name, begin_ns, args)
+            return sample
+
+        return fetched
+
+    def _named(self, index: object) -> object:
+        """An index, or the item of an iterable dataset for which it stands."""
+        return item_of(index) if self._streams and type(index) is int else index
 
 
 def _restore(randomness: SampleRandomness, captured: Captured, epoch: int, index: object) -> None:
     randomness.restore(captured)
-
-
-def _recorded(
-    fetch: Fetch, tracer: Tracer, lease: Lease, epoch: int, *, repeats: bool = False
-) -> Fetch:
-    """``fetch``, but each sample is recorded; ``repeats``: it has run before, and the earlier result counts."""
-
-    def fetched(index: object) -> Any:
-        begin_ns, position = tracer.now(), lease.position or 0
-        args = {"index": index.index if type(index) is DeferredSample else index, "epoch": epoch}
-        try:
-            sample = fetch(index)
-        except BaseException as error:
-            args["error"] = type(error).__name__
-            tracer.sample(position, f"{SAMPLE} (failed)", begin_ns, args)
-            raise
-        name = REPEATED if repeats else SAMPLE
-        if type(sample) is DeferredSample:
-            name = f"{SAMPLE} (deferred)"
-        tracer.sample(position, name, begin_ns, args)
-        return sample
-
-    return fetched
 
 
 def _recorded_many(

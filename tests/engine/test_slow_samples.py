@@ -60,9 +60,10 @@ def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> No
     assert known.late_share == sum(lag > 0 for lag in late) / 200
 
 
-def test_in_strict_order_nothing_is_late() -> None:
+@pytest.mark.parametrize("reads", [{"num_workers": 2}, {"fetch_concurrency": 4}])
+def test_in_strict_order_nothing_is_late(reads: dict[str, Any]) -> None:
     dataset = Timed(60)
-    loader = DataLoader(dataset, 4, num_workers=2, stragglers=FIXED)
+    loader = DataLoader(dataset, 4, stragglers=FIXED, **reads)
     batches = indices(loader)
     assert flat(batches) == list(range(60))
     known = loader.slow_samples()

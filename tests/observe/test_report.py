@@ -21,7 +21,7 @@ import pytest
 import rich.console
 import torch
 
-from minato import DataLoader, ErrorPolicy, FetchOptions, Readers, StragglerPolicy
+from minato import DataLoader, ErrorPolicy, FetchOptions, Observe, Readers, StragglerPolicy
 from minato._core import Histogram
 from minato.caching import MemoryCache
 from minato.observe import report as report_module
@@ -43,6 +43,7 @@ from tests.datasets import (
     Stream,
     wait_until,
 )
+from tests.observe.events import read
 from tests.subprocesses import children
 
 
@@ -205,6 +206,17 @@ def test_what_a_reader_takes_is_the_time_of_the_dataset(arguments: Any) -> None:
     assert stages["dataset"].share > 0.6
     assert stages["dataset"].mean_s >= 0.004
     assert sum(stage.share for stage in stages.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_items_are_named_with_their_reader(num_workers: int, tmp_path: Path) -> None:
+    observe = Observe(trace=tmp_path / "run.json")
+    made: Any = {"num_workers": num_workers, "readers": 2, "transforms": [pause]}
+    report = run(DataLoader(Parts(12), 4, observe=observe, **made))
+    named = {f"item {number} of reader {reader}" for number in range(6) for reader in (0, 1)}
+    assert {each.index for each in report.slowest} == named
+    traced = [each for each in read(tmp_path / "run.json") if each["name"] == "sample"]
+    assert {each["args"]["index"] for each in traced} == named
 
 
 @pytest.mark.parametrize("readers", [3, Readers(6, ranks=2, rank=1), Readers(7, ranks=2, rank=1)])
