@@ -281,15 +281,18 @@ class RunningEpoch(Observer):
 
     def pinned(self, duration_ns: int) -> None:
         if not self.is_over:
-            self.record.calls.left_ns = now_ns()
+            self._comes_later()
             self.record.pinned_ns += duration_ns
 
     def waited_for_ranks(self, duration_ns: int) -> None:
         if not self.is_over:
-            calls = self.record.calls
-            calls.left_ns = now_ns()
-            calls.wall_ns = calls.left_ns - calls.began_ns
+            self._comes_later()
             self.record.ranks_ns += duration_ns
+
+    def _comes_later(self) -> None:
+        calls = self.record.calls
+        calls.left_ns = now_ns()
+        calls.wall_ns = calls.left_ns - calls.began_ns
 
     def finish(self) -> None:
         if not self.is_over:

@@ -242,6 +242,7 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
         (record,) = journal.records()
         assert (record.waited_ns, record.waits.count, record.pinned_ns) == (waited, waits, pinned)
         assert record.steps.total == steps
+        assert record.calls.wall_ns >= waited + pinned
     running.fail()  # after the return of the call: it is interrupted there
     assert journal.totals().waited_ns == waited
     journal.end(source)
