@@ -119,6 +119,7 @@ if TYPE_CHECKING:  # imported by the methods that return them
 __all__ = ["DataLoader", "is_active", "metrics_collector", "torch_arguments"]
 
 F = TypeVar("F", bound=Callable[..., None])
+M = TypeVar("M", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -147,6 +148,14 @@ def _explaining(init: F) -> F:
             raise
 
     return cast(F, construct)
+
+
+def _stateful_only(method: M) -> M:
+    """Decorate a method that a loader lacks, as torch's do, where torch's engine loads: trainers look for it."""
+    feature = f"{method.__name__}()"
+    return made_only(
+        method, lambda loader: cast("DataLoader[Any]", loader)._minato_why_not(feature)
+    )
 
 
 class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
@@ -474,7 +483,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         set_sampler_epoch(nested(index_sampler(self)), number)
         self._minato_position.set_epoch(number)
 
-    @made_only
+    @_stateful_only
     def state_dict(self) -> dict[str, Any]:
         """The position of the newest iterator, by torchdata's protocol.
 
@@ -486,9 +495,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
                 belongs to.
+            AttributeError: torch's engine loads, as for data pipes.
         """
-        self._minato_refuse_data_pipes("state_dict()")
-        self._minato_refuse_replaced_parts("state_dict()")
         spec = self._minato_spec()
         if spec.keeps_dataset_states and not spec.sampling.streams:
             mixes = spec.sampling.mixes_batches
@@ -501,7 +509,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 )
         return self._minato_position.state(spec.sampling)
 
-    @made_only
+    @_stateful_only
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Resume where a state was taken: the next ``iter()`` yields what was left of its epoch.
 
@@ -513,9 +521,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
                 The next ``iter()`` raises it if the sampler yields other indices than before.
             TypeError: It is no dictionary.
+            AttributeError: torch's engine loads, as for data pipes.
         """
-        self._minato_refuse_data_pipes("load_state_dict()")
-        self._minato_refuse_replaced_parts("load_state_dict()")
         if state_dict == {}:
             self._minato_position = self._minato_position.without_state()
         else:
@@ -614,8 +621,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         from minato.observe.headroom import Headroom
 
         self._minato_inspector().refuse_ranks("headroom()")
-        self._minato_refuse_data_pipes("headroom()")
-        self._minato_refuse_replaced_parts("headroom()")
+        if why := self._minato_why_not("headroom()"):
+            raise ValueError(why)
         return Headroom(self._minato_separate_batches, steps)
 
     @made_only
@@ -906,11 +913,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._minato_transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
             if self._minato_options.observe.trace is not None:
-                self._minato_refuse_data_pipes("observe=Observe(trace=...)")
+                raise ValueError(self._minato_why_not("observe=Observe(trace=...)"))
             if self._minato_session is not None:
-                self._minato_refuse_data_pipes("workers=SharedPool(...)")
+                raise ValueError(self._minato_why_not("workers=SharedPool(...)"))
             if self._minato_options.readers is not None:
-                self._minato_refuse_data_pipes("readers=")
+                raise ValueError(self._minato_why_not("readers="))
             return super()._get_iterator()
         if parts := self._minato_replaced_parts():
             self._minato_refuse_beside(parts)
@@ -953,13 +960,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 f"the program has replaced {names}, which minato's engine does not use: torch's engine loads"
             )
 
-    def _minato_refuse_replaced_parts(self, feature: str) -> None:
-        parts = self._minato_replaced_parts()
-        if parts:
-            raise ValueError(
+    def _minato_why_not(self, feature: str) -> str:
+        """Why a feature of minato's engine is not there, as torch's loads; empty: it is."""
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            return f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
+        if parts := self._minato_replaced_parts():
+            return (
                 f"{feature} is about batches of minato's engine, and torch's loads here: the program has replaced "
                 f"{', '.join(parts)}"
             )
+        return ""
 
     def _minato_check_workers(self, spec: LoaderSpec) -> None:
         if self.num_workers > 0 and self._minato_options.worker_kind != "ray":
@@ -1040,12 +1050,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                     return
             yield batch
 
-    def _minato_refuse_data_pipes(self, feature: str) -> None:
-        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
-            raise ValueError(
-                f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
-            )
-
 
 @functools.cache
 def _iterator_class() -> type[BatchIterator]:
@@ -1104,12 +1108,7 @@ def is_active(loader: object) -> bool:
     program has replaced parts of torch's engine.
     """
     found = getattr(loader, "base_dataloader", loader)  # Accelerate's wrappers
-    return (
-        isinstance(found, DataLoader)
-        and is_made(found)
-        and not isinstance(found.dataset, (IterDataPipe, MapDataPipe))
-        and not found._minato_replaced_parts()
-    )
+    return isinstance(found, DataLoader) and is_made(found) and not found._minato_why_not("")
 
 
 def metrics_collector(*loaders: DataLoader[object]) -> Collector:

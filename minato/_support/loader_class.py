@@ -69,24 +69,28 @@ def is_being_made(loader: object) -> bool:
     return False
 
 
-def made_only(method: F) -> F:
-    """Decorator: only loaders that our ``__init__`` made have this method, which torch's class lacks."""
-    return cast(F, _MadeOnly(method))
+def made_only(method: F, why_not: Callable[[object], str] = lambda loader: "") -> F:
+    """Decorator: only loaders that our ``__init__`` made have this method, which torch's class lacks.
+
+    ``why_not`` says why one of these lacks it, too.
+    """
+    return cast(F, _MadeOnly(method, why_not))
 
 
 class _MadeOnly:
     """A method that some instances lack, so that ``hasattr`` returns False for them."""
 
-    def __init__(self, method: Callable[..., object]) -> None:
+    def __init__(self, method: Callable[..., object], why_not: Callable[[object], str]) -> None:
         self.__wrapped__ = method
         self.__doc__ = method.__doc__
-        self._name = method.__name__
+        self._why_not = why_not
 
     def __get__(self, instance: object, owner: type) -> Any:
-        if instance is not None and not is_made(instance):
-            raise AttributeError(
-                f"{type(instance).__name__!r} object has no attribute {self._name!r}"
-            )
+        if instance is not None:
+            name = self.__wrapped__.__name__
+            lacks = f"{type(instance).__name__!r} object has no attribute {name!r}"
+            if why := self._why_not(instance) if is_made(instance) else lacks:
+                raise AttributeError(why)
         return self.__wrapped__.__get__(instance, owner)
 
 

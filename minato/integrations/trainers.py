@@ -32,6 +32,7 @@ class _Build:
     make: Callable[..., Any]
     deals: bool = False
     """Whether each rank reads its share by itself."""
+    stateful: bool = False
     done: bool = False
 
 
@@ -58,7 +59,8 @@ def _rebuilding_alike(
         given = keywords.get("dataloader", keywords.get("data_loader", given))
         make = getattr(given, "_minato_rebuilt", None)
         ranks = getattr(getattr(given, "readers", None), "ranks", None)
-        build = None if make is None else _Build(make, ranks is not None)
+        stateful = hasattr(given, "state_dict")
+        build = None if make is None else _Build(make, ranks is not None, stateful)
         token = _current.set(build)
         try:
             result = rebuild(*arguments, **keywords)
@@ -129,7 +131,7 @@ def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[...,
             and module.PartialState().num_processes > 1
         )
         build = _current.get()
-        ours = build is not None and not reads_ahead
+        ours = build is not None and build.stateful and not reads_ahead
         if build is not None and reads_ahead and build.deals:
             raise ValueError(
                 "Readers(ranks=...) has each rank read its share, and dispatch_batches=True has rank 0 read for all: "

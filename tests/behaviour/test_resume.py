@@ -841,9 +841,9 @@ def test_a_dropped_iterator_leaves_the_state_before_it_was_closed() -> None:
 def test_data_pipes_are_refused() -> None:
     pipes = pytest.importorskip("torch.utils.data.datapipes.iter")
     loader = DataLoader(pipes.IterableWrapper(range(4)))
-    with pytest.raises(ValueError, match="data pipes"):
+    with pytest.raises(AttributeError, match="data pipes"):
         loader.state_dict()
-    with pytest.raises(ValueError, match="data pipes"):
+    with pytest.raises(AttributeError, match="data pipes"):
         loader.load_state_dict({})
 
 

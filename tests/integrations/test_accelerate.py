@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -126,6 +127,20 @@ def test_a_batch_sampler(accelerator: Any) -> None:
     with engines() as seen:
         assert indices(prepared) == batches
     assert seen() == OURS
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_what_torchs_engine_loads_has_no_state(
+    accelerator: Any, make_accelerator: Callable[..., Any], tmp_path: Path
+) -> None:
+    pipe = torch.utils.data.datapipes.iter.IterableWrapper(range(8))
+    prepared = accelerator.prepare(minato.DataLoader(pipe, 4))
+    assert [batch.tolist() for batch in prepared] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    pytest.importorskip("torchdata.stateful_dataloader")
+    accelerator = make_accelerator(use_stateful_dataloader=True)
+    with pytest.warns(minato.MinatoWarning, match="loads without minato's engine"):
+        accelerator.prepare(minato.DataLoader(pipe, 4))
+    accelerator.save_state(str(tmp_path))
 
 
 def test_set_epoch_reaches_a_distributed_sampler(accelerator: Any) -> None:
