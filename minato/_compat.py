@@ -542,6 +542,7 @@ def preload_in_server(module: str) -> None:
 
 # --- optional packages ----------------------------------------------------------------------
 
+ACCELERATE_SEEDABLE_SAMPLER = "SeedableRandomSampler"
 LIGHTNING_PREDICT_SAMPLER = "_IndexBatchSamplerWrapper"
 LIGHTNING_TRAINING_LOOP = "_TrainingEpochLoop"
 RAY_ACCELERATOR = "_TorchAccelerator"

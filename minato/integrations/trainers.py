@@ -105,9 +105,10 @@ def install_accelerate(module: Any) -> None:
     for name in _WRAPPERS:
         wrapper = getattr(module, name)
         wrapper.set_epoch = _forwarding_to_minato(wrapper.set_epoch)
+        wrapper.set_sampler = _taking_the_state(wrapper.set_sampler)
     base = module.DataLoaderAdapter
     base.__init__ = _stateful_by_itself(base.__init__, module)
-    base.load_state_dict = _counting_epochs(base.load_state_dict)
+    base.load_state_dict = _taking_the_state(_counting_epochs(base.load_state_dict))
 
 
 def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]:
@@ -140,6 +141,19 @@ def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[...,
         another = use_stateful_dataloader and not ours
         init(self, dataset, use_stateful_dataloader=another, **keywords)
         self.use_stateful_dataloader = use_stateful_dataloader
+
+    return adapted
+
+
+def _taking_the_state(change: Callable[..., None]) -> Callable[..., None]:
+    """Accelerate takes the state when it makes a loader, and then not before the first batch."""
+
+    @functools.wraps(change)
+    def adapted(self: object, *arguments: object, **keywords: object) -> None:
+        change(self, *arguments, **keywords)
+        loader = vars(self)["base_dataloader"]
+        if hasattr(loader, "_minato_rebuilt") and "dl_state_dict" in vars(self):
+            vars(self)["dl_state_dict"] = loader.state_dict()
 
     return adapted
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch.utils.data import DistributedSampler
 
-from minato._compat import ExceptionWrapper
+from minato._compat import ACCELERATE_SEEDABLE_SAMPLER, ExceptionWrapper
 from minato._support.objects import attribute, facts_of, is_exactly, length_of
 from minato._system import rank_and_ranks
 from minato.errors import warn
@@ -254,8 +254,10 @@ def _generators_of(samplers: Iterable[object], given: object) -> list[Any]:
     """The generator that a loader was given, and what its samplers have in its place."""
     found = [] if given is None else [given]
     for sampler in samplers:
-        # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes.
-        if not is_exactly(sampler, SEEDED):
+        # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes. Its own
+        # sampler makes one at the first epoch and seeds it for each, so that its state decides nothing.
+        is_seeded = is_exactly(sampler, SEEDED)
+        if not is_seeded and type(sampler).__name__ != ACCELERATE_SEEDABLE_SAMPLER:
             generator = attribute(sampler, "generator")
             if generator is not None:
                 found.append(generator)

@@ -86,7 +86,7 @@ PartialState = None
 class DataLoaderAdapter:
     load_state_dict = None
 class DataLoaderShard:
-    set_epoch = None
+    set_epoch = set_sampler = None
 class DataLoaderDispatcher(DataLoaderShard):
     pass
 def prepare_data_loader(dataloader):

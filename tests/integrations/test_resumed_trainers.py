@@ -258,25 +258,30 @@ def test_accelerate_skips_the_batches_that_were_trained(
     assert wholes[0] == wholes[-1]
 
 
+@pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("workers", mostly_slow([0, 2]))
-def test_accelerates_stateful_loaders_are_ours(workers: int, accelerate: Any) -> None:
+def test_accelerates_stateful_loaders_are_ours(
+    workers: int, seedable: bool, accelerate: Any
+) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
+    how = {"use_stateful_dataloader": True, "use_seedable_sampler": seedable}
 
-    def loader() -> Any:
-        given = made(minato.DataLoader, "seed", workers)
-        return prepared(accelerate, given, use_stateful_dataloader=True)
+    def loader(state: Any = None) -> Any:
+        given = prepared(accelerate, made(minato.DataLoader, "seed", workers), **how)
+        if state is not None:
+            given.load_state_dict(state)
+        return given
 
-    whole, states = [], []
-    first = loader()
+    whole, first = [], loader()
+    states = [first.state_dict()]
     assert type(first.base_dataloader) is minato.DataLoader
     assert first.use_stateful_dataloader
     for _ in range(EPOCHS):
         for batch in first:
             whole.append(content(batch))
             states.append(first.state_dict())
-    for step, state in enumerate(states, 1):
-        other, found = loader(), list[Any]()
-        other.load_state_dict(state)
+    for step, state in enumerate(states):
+        other, found = loader(loader(state).state_dict()), list[Any]()
         while len(found) < len(whole) - step:  # epochs, with no word about their number
             found += contents(other)
         assert found == whole[step:]
