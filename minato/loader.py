@@ -150,6 +150,18 @@ def _explaining(init: F) -> F:
     return cast(F, construct)
 
 
+def _torchs_too(method: M) -> M:
+    """Decorate a method that overrides torch's: a class from before ``patch()`` may call it by the name of its base."""
+    theirs = getattr(TorchDataLoader, method.__name__)
+
+    @functools.wraps(method)
+    def called(self: object, *arguments: object, **named: object) -> object:
+        is_ours = DataLoader in type(self).__mro__
+        return (method if is_ours else theirs)(self, *arguments, **named)
+
+    return cast(M, called)
+
+
 def _stateful_only(method: M) -> M:
     """Decorate a method that a loader lacks, as torch's do, where torch's engine loads: trainers look for it."""
     feature = f"{method.__name__}()"
@@ -221,6 +233,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     long as anything refers to them.
     """
 
+    @_torchs_too
     @_explaining
     def __init__(
         self,
@@ -414,6 +427,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @_torchs_too
     def __len__(self) -> int:
         if vars(self).get("_minato_cost_batches") is not None:
             raise TypeError(
@@ -421,6 +435,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         return super().__len__()
 
+    @_torchs_too
     def __iter__(self) -> TorchIterator:
         iterator = getattr(self, "_iterator", None)
         # A program may have ended its workers. Those that persist may have read ahead of a state, with which their
@@ -701,6 +716,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             observe = replace(self._minato_options.observe, name=str(value))
             self._minato_options = replace(self._minato_options, observe=observe)
 
+    @_torchs_too
     def __setattr__(self, attr: str, val: object) -> None:
         if is_constructed(self) and is_made(self):
             if attr in self._minato_shown:
@@ -883,6 +899,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             self._minato_session,
         )
 
+    @_torchs_too
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
             return super()._get_iterator()

@@ -121,6 +121,32 @@ def test_torchs_loaders_still_count_as_loaders() -> None:
     assert not isinstance(before, minato.DataLoader)
 
 
+class ByName(module_level[int]):
+    """A subclass from before, whose methods name their base."""
+
+    def __init__(self, size: int) -> None:
+        module_level.__init__(self, Numbers(size))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        module_level.__setattr__(self, name, value)
+
+    def __iter__(self) -> Iterator[int]:
+        return module_level.__iter__(self)
+
+    def __len__(self) -> int:
+        return module_level.__len__(self)
+
+    def _get_iterator(self) -> dataloader._BaseDataLoaderIter:
+        return module_level._get_iterator(self)
+
+
+def test_subclasses_from_before_that_name_their_base() -> None:
+    before = ByName(2)
+    with minato.patch():
+        for loader in (before, ByName(2)):
+            assert (len(loader), list(loader), minato.is_active(loader)) == (2, [0, 1], False)
+
+
 def test_torchs_loaders_can_be_pickled() -> None:
     before = loader_class.TorchDataLoader(Numbers(2))
     outside = pickle.dumps(before)
