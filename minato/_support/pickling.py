@@ -697,30 +697,57 @@ def _by_value(value: type | FunctionType, around: _ChildPickler) -> Any:
         )
 
         def reducer_override(self, part: object) -> Any:
-            # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
-            if (
-                isinstance(part, (type, FunctionType))
-                and part.__module__ == "__main__"
-                and not _stays_behind(part)
-            ):
-                return part.__qualname__
             reduced = around.reduce_part(part)
-            return super().reducer_override(part) if reduced is NotImplemented else reduced
+            if reduced is not NotImplemented:
+                return reduced
+            if not isinstance(part, (type, FunctionType)) or part.__module__ != "__main__":
+                return super().reducer_override(part)
+            # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
+            if not _stays_behind(part):
+                return part.__qualname__
+            make, arguments, *state = super().reducer_override(part)
+            if not _has_name(part):
+                return make, arguments, *state
+            return _define, (part.__qualname__, make, *arguments), *state
 
-    file = io.BytesIO()
-    Pickler(file, protocol=5).dump(value)
-    return _define, (file.getvalue(),)
+    file, main = io.BytesIO(), vars(sys.modules["__main__"])
+    pickler = Pickler(file, protocol=5)
+    # All functions of the main module see the same globals, as in this process, also those that go by name.
+    names = {name: main.get(name) for name in ("__package__", "__file__")}
+    pickler.globals_ref[id(main)] = _MainGlobals(names)
+    pickler.dump(value)
+    return _loaded, (file.getvalue(),)
 
 
-def _define(data: bytes) -> Any:
-    """Unpickle an object of the main module, and register it there under its name: results refer to it."""
-    value = pickle.loads(data)
-    functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
-    for function in functions:
-        for each in (function, *getattr(function, "__globals__", {}).values()):
-            if isinstance(each, (type, FunctionType)) and each.__module__ == "__main__":
-                vars(sys.modules["__main__"]).setdefault(each.__name__, each)
-    return value
+class _MainGlobals:
+    """Arrives as the globals of the main module of the process that it is sent to, which takes missing ``names``."""
+
+    def __init__(self, names: dict[str, object]) -> None:
+        self._names = names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _main_globals, (self._names,)
+
+
+def _main_globals(names: dict[str, object]) -> dict[str, object]:
+    main = vars(sys.modules["__main__"])
+    # multiprocessing copies what it has run to the module, whose functions keep their own globals.
+    parts = [part for value in main.values() for part in _with_methods(value)]
+    own = (part.__globals__ for part in parts if isinstance(part, FunctionType))
+    found = next((each for each in own if each.get("__name__") == "__mp_main__"), main)
+    found.update({name: value for name, value in names.items() if found.get(name) is None})
+    return found
+
+
+def _with_methods(value: object) -> list[object]:
+    return [value, *vars(value).values()] if isinstance(value, type) else [value]
+
+
+def _define(name: str, make: Callable[..., object], *arguments: object) -> object:
+    """Make a class or function of the main module, and register it there under its name: results refer to it."""
+    made = make(*arguments)
+    vars(sys.modules["__main__"])[name] = made
+    return made
 
 
 def dumps(value: object, purpose: Purpose = "sample") -> tuple[list[memoryview], list[memoryview]]:

@@ -22,15 +22,24 @@ import torch
 from torch.utils.data import Dataset
 from minato import DataLoader
 
+FACTOR = None
+
 class Marker:
-    pass
+    def __repr__(self):
+        return "M"
 
 def offset():
     return 1
 
+def set_factor(number):
+    global FACTOR
+    FACTOR = 3
+
 class Tripled(Dataset):
+    kind = Marker
+
     def __init__(self):
-        self.triple = lambda x: 3 * x + offset()
+        self.triple = lambda x: FACTOR * x + offset()
         self.marker = Marker()
 
     def __len__(self):
@@ -52,11 +61,12 @@ ITERATION = """\
 for dataset in (Tripled(), local()):
     loader = DataLoader(
         dataset, batch_size=2, num_workers=1, multiprocessing_context="{method}",
-        collate_fn=lambda samples: sum(samples) + offset() - 1, transforms=[lambda x: x + 1],
+        collate_fn=lambda samples: (sum(samples) + offset() - 1, Tripled.kind()),
+        transforms=[lambda x: x + 1], worker_init_fn=set_factor,
     )
     print(list(loader), end=" ")
 """
-GOT = "[7, 19] [-3, -15]"
+GOT = "[(7, M), (19, M)] [(-3, M), (-15, M)]"
 
 
 def output(*arguments: object) -> str:
@@ -73,11 +83,16 @@ def test_python_c(method: str) -> None:
 
 @pytest.mark.slow
 @METHODS
-@pytest.mark.parametrize("guarded", ["use", "all"])
+@pytest.mark.parametrize("guarded", ["use", "classes", "all"])
 def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     script = tmp_path / "script.py"
-    definitions, use = DEFINITIONS, ITERATION.format(method=method)
-    above, under = (definitions, use) if guarded == "use" else ("", definitions + use)
+    use = ITERATION.format(method=method)
+    functions, dataset, classes = DEFINITIONS.partition("class Tripled")
+    above, under = {
+        "use": (DEFINITIONS, use),
+        "classes": (functions, dataset + classes + use),
+        "all": ("", DEFINITIONS + use),
+    }[guarded]
     guard = 'if __name__ == "__main__":\n'
     script.write_text(above + guard + textwrap.indent(under, "    "))
     assert output(str(script)) == GOT
