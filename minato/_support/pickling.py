@@ -12,7 +12,6 @@ import pickle
 import re
 import sys
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -23,13 +22,11 @@ from typing import (
     TYPE_CHECKING,
     Any,
     BinaryIO,
-    ClassVar,
     Literal,
     NamedTuple,
     NoReturn,
     TypeAlias,
     TypeGuard,
-    cast,
 )
 
 import numpy as np
@@ -354,6 +351,9 @@ class SidePickler(pickle.Pickler):
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
+    _by_value: Any = None
+    """cloudpickle's pickler, once there is something that no child can import."""
+
     def reduce_part(self, value: object) -> Any:
         """Reduce what must not be copied, also where a class or function that goes by value refers to it."""
         if isinstance(value, np.ndarray) and (base := shared_base(value)) is not None:
@@ -366,9 +366,33 @@ class _ChildPickler(reduction.ForkingPickler):
         return NotImplemented
 
     def reducer_override(self, value: object) -> Any:
-        if _stays_behind(value):
-            return _by_value(value, self)
-        return self.reduce_part(value)
+        reduced = self.reduce_part(value)
+        if reduced is not NotImplemented:
+            return reduced
+        if not _stays_behind(value):
+            return NotImplemented if self._by_value is None else self._reduce_of_code(value)
+        self._by_value = self._by_value or _code_pickler(value)
+        log(
+            "%s.%s goes to the workers by cloudpickle, because they cannot import it",
+            value.__module__,
+            value.__qualname__,
+        )
+        reduced = self._by_value.reducer_override(value)
+        if value.__module__ != "__main__" or not _has_name(value):
+            return reduced
+        make, arguments, *state = reduced
+        return _define, (value.__qualname__, make, *arguments), *state
+
+    def _reduce_of_code(self, value: object) -> Any:
+        """Reduce what code consists of, or refers to."""
+        if isinstance(value, (type, FunctionType)):
+            # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
+            is_mains = value.__module__ == "__main__"
+            return NotImplemented if is_mains else self._by_value.reducer_override(value)
+        reduce = self._by_value.dispatch_table.maps[0].get(type(value))
+        # cloudpickle would make a copy of the text of an open file.
+        is_file = isinstance(value, io.IOBase) and value not in (sys.stdout, sys.stderr)
+        return NotImplemented if reduce is None or is_file else reduce(value)
 
 
 class ForChild:
@@ -675,48 +699,22 @@ def _has_name(value: type | FunctionType) -> bool:
     return found is value
 
 
-def _by_value(value: type | FunctionType, around: _ChildPickler) -> Any:
-    """Pickle a class or function by its code; ``around`` reduces what the code refers to."""
+def _code_pickler(first: type | FunctionType) -> Any:
+    """Cloudpickle's pickler, which knows how code is reduced; ``first`` is named if that is not installed."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise NotPicklableError(
-            f"{value.__qualname__} is local, a lambda, or defined in the __main__ of an interactive session or of a "
+            f"{first.__qualname__} is local, a lambda, or defined in the __main__ of an interactive session or of a "
             "package, which workers that are not forked cannot import: install cloudpickle, move it to the top level "
             "of a module, or use multiprocessing_context='fork'"
         ) from None
-    log(
-        "%s.%s goes to the workers by cloudpickle, because they cannot import it",
-        value.__module__,
-        value.__qualname__,
-    )
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # an optional package's class
-        dispatch_table: ClassVar = ChainMap(
-            {}, cloudpickle.Pickler.dispatch_table, cast(Any, around.dispatch_table)
-        )
-
-        def reducer_override(self, part: object) -> Any:
-            reduced = around.reduce_part(part)
-            if reduced is not NotImplemented:
-                return reduced
-            if not isinstance(part, (type, FunctionType)) or part.__module__ != "__main__":
-                return super().reducer_override(part)
-            # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
-            if not _stays_behind(part):
-                return part.__qualname__
-            make, arguments, *state = super().reducer_override(part)
-            if not _has_name(part):
-                return make, arguments, *state
-            return _define, (part.__qualname__, make, *arguments), *state
-
-    file, main = io.BytesIO(), vars(sys.modules["__main__"])
-    pickler = Pickler(file, protocol=5)
+    pickler = cloudpickle.Pickler(io.BytesIO(), protocol=5)
     # All functions of the main module see the same globals, as in this process, also those that go by name.
+    main = vars(sys.modules["__main__"])
     names = {name: main.get(name) for name in ("__package__", "__file__")}
     pickler.globals_ref[id(main)] = _MainGlobals(names)
-    pickler.dump(value)
-    return _loaded, (file.getvalue(),)
+    return pickler
 
 
 class _MainGlobals:

@@ -129,7 +129,8 @@ class Kept(Numbers):
         super().__init__(8)
         self.lock = multiprocessing.get_context(method).Lock()
         self.generator = torch.Generator().manual_seed(3)
-        self.double = lambda x: 2 * x
+        self.factor = 1
+        self.double = lambda x: self.factor * x
 
     def __getitem__(self, index: int) -> int:
         with self.lock:
@@ -148,8 +149,12 @@ def test_what_the_definitions_refer_to_is_shared(method: str) -> None:
         met[value] += 1
         return value
 
+    def prepare(number: int) -> None:
+        dataset.factor = 2
+
+    dataset = Kept(method)
     options: Any = {"multiprocessing_context": method, "transforms": [halved, counted]}
-    loader = DataLoader(Kept(method), 4, num_workers=2, **options)
+    loader = DataLoader(dataset, 4, num_workers=2, worker_init_fn=prepare, **options)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert met.tolist() == [2] * 8
 
