@@ -661,7 +661,7 @@ class Glance:
 def held_by(thing: object) -> Iterator[tuple[str, Any]]:
     """All that an object holds: its items, what :func:`parts_of` names, and its attributes, each with its step."""
     kind = Kind(type(thing))
-    if issubclass(kind.kind, (type, types.FunctionType)):
+    if issubclass(kind.kind, type):
         return
     if kind.container is not None:
         for key, item in items_of(thing, kind.container):
@@ -684,7 +684,8 @@ def failing_part(
     """
     path, seen, message = "", {id(thing)}, message_of(error)
     while True:
-        for step, part in held_by(thing):
+        # A function may fail only because it refers back to an object that holds the part.
+        for step, part in sorted(held_by(thing), key=lambda held: callable(held[1])):
             if id(part) in seen or (inner := failure(part)) is None:
                 continue
             if message_of(inner) == message:

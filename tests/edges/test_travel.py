@@ -555,7 +555,15 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     ".keywords['end']": lambda part: functools.partial(print, end=part),
     ".default_factory.args[0]": lambda part: collections.defaultdict(functools.partial(id, part)),
     ".__self__.one": lambda part: Slotted(part).method,
+    ".part": lambda part: lambda: part,
+    ".two": lambda part: _referring_back(part),
 }
+
+
+def _referring_back(part: Any) -> SimpleNamespace:
+    holder = SimpleNamespace(one=None, two=part)
+    holder.one = lambda: holder
+    return holder
 
 
 @pytest.mark.parametrize("path", HOLDERS)
