@@ -711,7 +711,7 @@ def _code_pickler(first: type | FunctionType) -> Any:
         ) from None
     pickler = cloudpickle.Pickler(io.BytesIO(), protocol=5)
     # All functions of the main module see the same globals, as in this process, also those that go by name.
-    main = vars(sys.modules["__main__"])
+    main = _main_globals({})
     names = {name: main.get(name) for name in ("__package__", "__file__")}
     pickler.globals_ref[id(main)] = _MainGlobals(names)
     return pickler
@@ -730,7 +730,7 @@ class _MainGlobals:
 def _main_globals(names: dict[str, object]) -> dict[str, object]:
     main = vars(sys.modules["__main__"])
     # multiprocessing copies what it has run to the module, whose functions keep their own globals.
-    parts = [part for value in main.values() for part in _with_methods(value)]
+    parts = [part for value in list(main.values()) for part in _with_methods(value)]
     own = (part.__globals__ for part in parts if isinstance(part, FunctionType))
     found = next((each for each in own if each.get("__name__") == "__mp_main__"), main)
     found.update({name: value for name, value in names.items() if found.get(name) is None})

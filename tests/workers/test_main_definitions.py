@@ -83,13 +83,17 @@ def test_python_c(method: str) -> None:
 
 @pytest.mark.slow
 @METHODS
-@pytest.mark.parametrize("guarded", ["use", "classes", "all"])
+@pytest.mark.parametrize("guarded", ["use", "rank", "classes", "all"])
 def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     script = tmp_path / "script.py"
     use = ITERATION.format(method=method)
     functions, dataset, classes = DEFINITIONS.partition("class Tripled")
     above, under = {
         "use": (DEFINITIONS, use),
+        "rank": (
+            f"{DEFINITIONS}def work(rank):\n{textwrap.indent(use, '    ')}",
+            "torch.multiprocessing.spawn(work)",
+        ),
         "classes": (functions, dataset + classes + use),
         "all": ("", DEFINITIONS + use),
     }[guarded]
