@@ -744,6 +744,8 @@ def _with_methods(value: object) -> list[object]:
 def _define(name: str, make: Callable[..., object], *arguments: object) -> object:
     """Make a class or function of the main module, and register it there under its name: results refer to it."""
     made = make(*arguments)
+    if isinstance(made, type):
+        made.__qualname__ = name  # cloudpickle forgets in which class a class is
     vars(sys.modules["__main__"])[name] = made
     return made
 

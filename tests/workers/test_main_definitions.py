@@ -38,6 +38,9 @@ def set_factor(number):
 class Tripled(Dataset):
     kind = Marker
 
+    class Nested(Marker):
+        pass
+
     def __init__(self):
         self.triple = lambda x: FACTOR * x + offset()
         self.marker = Marker()
@@ -61,12 +64,12 @@ ITERATION = """\
 for dataset in (Tripled(), local()):
     loader = DataLoader(
         dataset, batch_size=2, num_workers=1, multiprocessing_context="{method}",
-        collate_fn=lambda samples: (sum(samples) + offset() - 1, Tripled.kind()),
+        collate_fn=lambda samples: (sum(samples) + offset() - 1, Tripled.kind(), Tripled.Nested()),
         transforms=[lambda x: x + 1], worker_init_fn=set_factor,
     )
     print(list(loader), end=" ")
 """
-GOT = "[(7, M), (19, M)] [(-3, M), (-15, M)]"
+GOT = "[(7, M, M), (19, M, M)] [(-3, M, M), (-15, M, M)]"
 
 
 def output(*arguments: object) -> str:
