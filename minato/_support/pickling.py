@@ -98,6 +98,8 @@ _KNOWN_REDUCERS = ("multiprocessing", "torch")
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KNOWN_TYPES = {np.dtype(np.dtype(code).str).num for code in np.typecodes["All"]}
 """Numbers of NumPy's types that their pickle keeps: of several of one size, one."""
+_CACHED: Any = type(functools.cache(len))
+"""What functools.cache makes of a function."""
 _GUARD = re.compile(r"""if\s*\(?\s*__name__\s*==\s*["']__main__["']""")
 _STEP = re.compile(r"\.\w+|\[[^]]*\]")
 _SPARSE_BYTES = 1 << 20
@@ -377,7 +379,10 @@ class _ChildPickler(reduction.ForkingPickler):
             value.__module__,
             value.__qualname__,
         )
-        reduced = self._by_value.reducer_override(value)
+        if isinstance(value, _CACHED):
+            reduced = _cached, (value.__wrapped__, *value.cache_parameters().values())
+        else:
+            reduced = self._by_value.reducer_override(value)
         if value.__module__ != "__main__" or not _has_name(value):
             return reduced
         make, arguments, *state = reduced
@@ -652,7 +657,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _stays_behind(value: object) -> TypeGuard[type | FunctionType]:
     """Whether no new process can import a class or function: it has no name there, or its main module is left out."""
-    if not isinstance(value, (type, FunctionType)) or value.__module__ in ("builtins", None):
+    kinds = (type, FunctionType, _CACHED)
+    if not isinstance(value, kinds) or value.__module__ in ("builtins", None):
         return False
     if not _has_name(value):
         return True
@@ -739,6 +745,10 @@ def _main_globals(names: dict[str, object]) -> dict[str, object]:
 
 def _with_methods(value: object) -> list[object]:
     return [value, *vars(value).values()] if isinstance(value, type) else [value]
+
+
+def _cached(function: Callable[..., object], maxsize: int | None, typed: bool) -> object:
+    return functools.lru_cache(maxsize, typed)(function)
 
 
 def _define(name: str, make: Callable[..., object], *arguments: object) -> object:

@@ -18,6 +18,7 @@ LIMIT_S = 200.0
 METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 DEFINITIONS = """\
+import functools
 import torch
 from torch.utils.data import Dataset
 from minato import DataLoader
@@ -28,6 +29,7 @@ class Marker:
     def __repr__(self):
         return "M"
 
+@functools.cache
 def offset():
     return 1
 
@@ -48,6 +50,7 @@ class Tripled(Dataset):
     def __len__(self):
         return 4
 
+    @functools.cache
     def __getitem__(self, index):
         assert isinstance(self.marker, Marker)
         return self.triple(index)
