@@ -183,34 +183,34 @@ class ShardIterator(Iterator[T]):
 
     def __next__(self) -> T:
         while self._open():
+            # After an interruption, and in a pause, nobody knows where it is: the shard is opened again.
+            items, self._items = self._items, None
             try:
-                item: T = next(self._items)
+                item: T = next(items)
             except StopIteration:
                 self._close()
                 continue
-            except BaseException as error:
+            except Exception as error:
                 if self._pause_after(error):
-                    self._items = None  # its state may be that behind the item
                     continue
                 # The next call goes on in the same shard, unless it cannot.
                 add_note(error, f"in shard {self._name()!r}, item {self._calls}")
-                self._has_died(self._items, self._calls)
-                self._calls += not isinstance(error, KeyboardInterrupt)
-                self._pauses = None
+                self._has_died(items, self._calls)
+                self._items, self._calls, self._pauses = items, self._calls + 1, None
                 raise
-            self._calls += 1
-            self._pauses = None
+            self._items, self._calls, self._pauses = items, self._calls + 1, None
             return item
         raise StopIteration
 
-    def _pause_after(self, error: BaseException) -> bool:
+    def _pause_after(self, error: Exception) -> bool:
         """Pause before another attempt at what raised an error; False: there is none."""
         dataset = self._dataset
-        if not (isinstance(error, Exception) and dataset.is_transient(error)):
+        if not dataset.is_transient(error):
             return False
-        if self._pauses is None:
-            self._pauses = dataset.retry.pauses()
-        pause_s = next(self._pauses, None)
+        # A generator that is interrupted has no further pauses.
+        pauses, self._pauses = self._pauses or dataset.retry.pauses(), None
+        pause_s = next(pauses, None)
+        self._pauses = pauses
         if pause_s is None:
             return False
         if dataset.counters is not None:
@@ -267,11 +267,14 @@ class ShardIterator(Iterator[T]):
     def _pass_over(self, n: int) -> int:
         """Pass over items of the open shard; returns how many there were, n at most."""
         while True:
+            items, self._items = self._items, None  # as in __next__()
             try:
-                return self._skip(self._items, n, self._calls)
+                passed = self._skip(items, n, self._calls)
             except _OpenAgain:
-                self._items = None
                 self._open()
+                continue
+            self._items, self._pauses = items, None
+            return passed
 
     def _skip(self, items: Iterator[T], n: int, first: int = 0) -> int:
         """:meth:`_pass_over` with an iterator of the shard at item ``first``; _OpenAgain: it has raised."""
@@ -304,6 +307,8 @@ class ShardIterator(Iterator[T]):
                 except Exception as error:
                     if self._pause_after(error):
                         raise _OpenAgain from error
+                    if i + 1 < n and has_ended(items) and self._dataset.is_transient(error):
+                        raise  # an earlier run has read on
                     # An earlier run has raised it.
                     if self._has_died(items, first + i):
                         return i + 1
@@ -346,14 +351,19 @@ class ShardIterator(Iterator[T]):
                     continue
                 what = "which cannot be opened" if items is None else f"item {self._calls}"
                 add_note(error, f"in shard {name!r}, {what}")
+                if self._calls:
+                    warn(
+                        f"shard {name!r} cannot be read on after {self._calls} items; the rest of it is missing"
+                    )
                 self._close()
                 raise
             self._items = items  # last: an interrupted call is repeated
         return True
 
     def _close(self) -> None:
-        self._items, self._calls, self._late, self._pauses = None, 0, None, None
-        self._done += 1
+        after = self._done + 1, None, 0, None, None
+        # At once: it may be interrupted.
+        self._done, self._items, self._calls, self._late, self._pauses = after
 
     def _end(self) -> None:
         self._items, self._done = None, len(self._dealt[self._number])

@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.utils.data import DataLoader as TorchLoader
@@ -626,21 +625,68 @@ def test_an_error_that_is_no_lost_connection_counts_at_once() -> None:
     assert Dead.tries == [1]
 
 
-@pytest.mark.parametrize("cursor", CURSORS[1:])
-def test_an_interrupted_pause_loses_no_item(cursor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ConnectionResetError, KeyboardInterrupt])
+@pytest.mark.parametrize("cursor", [generated, *CURSORS[1:]])
+def test_interruptions_lose_no_item(
+    cursor: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within an item, and in the pause after it, in which a state is taken."""
     calls = itertools.count()
 
-    class Once(cursor):  # type: ignore[misc]
-        def __next__(self) -> int:
-            if self.at == 3 and next(calls) < 2:
-                raise ConnectionResetError
-            found: int = super().__next__()
-            return found
+    def fail() -> None:
+        if not next(calls):
+            raise error
 
-    items = iter(Numbers({"0": 6}, Once))
+    if cursor is generated:
+
+        def once(items: range) -> Iterator[int]:
+            for item in items:
+                if item == 3:
+                    fail()
+                yield item
+    else:
+
+        class once(cursor):  # type: ignore[misc,no-redef] # noqa: N801
+            def __next__(self) -> int:
+                found: int = super().__next__()
+                if found == 3:
+                    fail()
+                return found
+
+    def interrupt(_: float) -> None:
+        states.append(saved(items))
+        raise KeyboardInterrupt
+
+    states: list[Any] = []
+    dataset = Numbers({"0": 6}, once)
+    items = iter(dataset)
     assert [*itertools.islice(items, 3)] == [0, 1, 2]
     with monkeypatch.context() as patch:
-        patch.setattr("minato.streams.shards.time.sleep", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("minato.streams.shards.time.sleep", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(items)
+    for state in [*states, saved(items)]:
+        again = iter(dataset)
+        again.load_state_dict(state)
+        assert next(again) == 3
     assert [*items] == [3, 4, 5]
+
+
+def test_a_connection_that_stays_lost_where_items_come_again_is_the_error() -> None:
+    class Broken(Numbers):
+        is_broken = False
+
+        def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+            for item in super().iter_shard(name):
+                if self.is_broken and item == 2:
+                    raise ConnectionResetError("lost")
+                yield item
+
+    dataset = Broken({"0": 9}, retry=Retry(2, first_s=0))
+    items = iter(dataset)
+    assert [*itertools.islice(items, 5)] == [0, 1, 2, 3, 4]
+    dataset.is_broken = True
+    with pytest.raises(ConnectionResetError, match="lost"):
+        iter(dataset).load_state_dict(saved(items))
+    with pytest.raises(ConnectionResetError, match="lost"):
+        iter(dataset).skip(5)
