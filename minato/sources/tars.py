@@ -7,7 +7,6 @@ import os
 import re
 import tarfile
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
@@ -77,9 +76,12 @@ class TarShards(ShardedDataset[Sample]):
             if not _is_remote(url):
                 return _Samples(name, open(url, "rb"))
             file = _opened(url, self.settings)
-            remote = cast(IO[bytes], _Remote(file, self.attempt)) if file.seekable() else file
-            return _Samples(name, remote)
-        except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+            if _can_seek(file):
+                file = cast(IO[bytes], _Remote(file, self.attempt))
+            return _Samples(name, file)
+        except (ImportError, TypeError, ValueError):  # of arguments
+            raise
+        except Exception as error:
             raise SourceError(f"cannot read {name!r}: {_described(error)}") from error
 
 
@@ -94,7 +96,7 @@ class _Samples(Iterator[Sample]):
         self._name = name
         self._close = weakref.finalize(self, file.close)
         path = name.partition("?")[0]
-        streams = path.endswith(_COMPRESSED) or not file.seekable()
+        streams = path.endswith(_COMPRESSED) or not _can_seek(file)
         mode: Any = "r|*" if streams else "r:"
         self._checked: gzip.GzipFile | None = None
         if path.endswith(_GZIPPED):  # tarfile itself does not compare the checksum
@@ -208,6 +210,16 @@ def _opened(url: str, settings: Settings) -> IO[bytes]:
     system, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **settings.values())
     found: IO[bytes] = system.open(path, "rb")
     return found
+
+
+def _can_seek(file: IO[bytes]) -> bool:
+    """Whether it can, which fsspec's file of a server that gives no ranges says of itself, too."""
+    try:
+        file.seek(1)
+        file.seek(0)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class _Remote:

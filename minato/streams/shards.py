@@ -25,6 +25,7 @@ R = TypeVar("R")
 State: TypeAlias = Any
 """What ``state_dict()`` of the iterator of a shard returned."""
 
+_IS_FINAL = "_minato_is_final"
 _NAMED = 3
 """Names in a message, of several."""
 
@@ -119,8 +120,12 @@ class ShardedDataset(IterableDataset[T]):
         return is_lost_connection(error)
 
     def attempt(self, read: Callable[[], R]) -> R:
-        """What a function returns that reads, which is called again after transient errors."""
-        return self.retry.call(read, self.is_transient, self.counters)
+        """What a function returns that reads, which is called again after transient errors; the last one is final."""
+        try:
+            return self.retry.call(read, self.is_transient, self.counters)
+        except Exception as error:
+            setattr(error, _IS_FINAL, True)
+            raise
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``."""
@@ -205,7 +210,7 @@ class ShardIterator(Iterator[T]):
     def _pause_after(self, error: Exception) -> bool:
         """Pause before another attempt at what raised an error; False: there is none."""
         dataset = self._dataset
-        if not dataset.is_transient(error):
+        if _is_final(error) or not dataset.is_transient(error):
             return False
         # A generator that is interrupted has no further pauses.
         pauses, self._pauses = self._pauses or dataset.retry.pauses(), None
@@ -449,6 +454,13 @@ class ShardIterator(Iterator[T]):
         own, before = self._dealt[self._number], state["shards"][self._number]
         gone = self._gone.difference(state["gone"])
         self.has_changed = own != before or not gone.isdisjoint(own[self._done :])
+
+
+def _is_final(error: BaseException | None) -> bool:
+    """Whether ``attempt`` has raised an error, or what caused it: all attempts were made."""
+    while error is not None and not hasattr(error, _IS_FINAL):
+        error = error.__cause__
+    return error is not None
 
 
 def _counted(names: Sequence[str], what: str) -> str:

@@ -342,8 +342,13 @@ def unsteady() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
         server.shutdown()
 
 
+@pytest.mark.parametrize(
+    "block_size", [2000, 0]
+)  # so small that a file takes several requests; 0: one
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
-def test_lost_connections_lose_no_sample(suffix: str, unsteady: Any, tmp_path: Path) -> None:
+def test_lost_connections_lose_no_sample(
+    suffix: str, block_size: int, unsteady: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: install 'test'")
     files = {
         f"/{i}{suffix}": Path(write_tar(tmp_path / "a", members(i))).read_bytes() for i in range(4)
@@ -351,12 +356,17 @@ def test_lost_connections_lose_no_sample(suffix: str, unsteady: Any, tmp_path: P
     if suffix == ".tar.gz":
         files = {name: gzip.compress(data) for name, data in files.items()}
     home = unsteady(files)
-    # So small that a file takes several requests.
-    options: Any = {"retry": Retry(first_s=0.001), "block_size": 2000}
+    options: Any = {"retry": Retry(first_s=0.001), "block_size": block_size}
     dataset = TarShards([home + name for name in files], **options)
     loader = DataLoader(dataset, 3, readers=2, num_workers=2)
     assert sorted(labels(loader)) == EVERY
     assert loader.report().run.reads.retries > 0
+    # With ranges or without: if each answer is cut, a read has its number of attempts, no more.
+    Unsteady.requests = itertools.repeat(5)
+    dataset = TarShards([home + next(iter(files))], **options | {"retry": Retry(3, first_s=0)})
+    with pytest.raises(SourceError, match="ClientPayloadError"):
+        labels(loader := DataLoader(dataset, 3, readers=1, num_workers=1))
+    assert loader.report().run.reads.retries == 2
 
 
 def signed(kind: str) -> Any:
