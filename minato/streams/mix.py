@@ -217,15 +217,16 @@ class _Items(Iterator[Any]):
         """Find the weights of the sources that may be drawn: the present ones, or else the next that leave any."""
         phases = self._phases
         for number in range(_phase_at(phases, self._at), len(phases)):
-            self._until = phases[number + 1][0] if number + 1 < len(phases) else math.inf
-            self._bounds = list(
+            bounds = list(
                 accumulate(
                     weight * source.is_live
                     for weight, source in zip(phases[number][1], self._sources, strict=True)
                 )
             )
-            if self._bounds[-1]:
+            if bounds[-1]:
                 break
+        until = phases[number + 1][0] if number + 1 < len(phases) else math.inf
+        self._bounds, self._until = bounds, until  # at once: an interrupted call is repeated
 
     def _end_pass(self, source: _Source) -> None:
         """A source has ended: read it again, or do what the rule says."""

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -99,6 +100,15 @@ def test_weights_change_at_an_item() -> None:
     schedule = {0: {"web": 1, "code": 0}, 100: {"web": 0, "code": 1}}
     names = names_of(make_mix(200, 200, weights=schedule))
     assert names == ["web"] * 100 + ["code"] * 200
+
+
+def test_an_interrupted_change_of_weights_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = iter(make_mix(3, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr("minato.streams.mix.accumulate", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(items)
+    assert [*items] == [*make_mix(3, 3)]
 
 
 def test_a_source_that_has_no_weight_any_more_is_not_waited_for() -> None:
