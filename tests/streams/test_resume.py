@@ -584,7 +584,6 @@ class InterruptedShards(ShardedDataset[Any]):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (InterruptedShards, "shard '0' ended by an exception after 10 items"),
         (lambda interrupt: shuffle(InterruptedGenerator(SIZE, interrupt), 1), "of minato.shuffle"),
         (lambda interrupt: mix({"a": InterruptedGenerator(SIZE, interrupt)}), "source 'a'"),
     ],
@@ -597,6 +596,17 @@ def test_a_generator_below_that_an_interruption_has_ended_is_told(make: Any, nam
     with pytest.warns(MinatoWarning, match=name), pytest.raises(KeyboardInterrupt):
         next(batches)
     assert got + numbers(resumed(saved(loader), later)) == [*range(SIZE)]
+
+
+def test_a_generator_of_a_shard_that_an_interruption_has_ended_is_made_again() -> None:
+    interrupt = Interrupting()
+    loader, later = (DataLoader(InterruptedShards(interrupt), 4) for _ in range(2))
+    batches = iter(loader)
+    got = numbers(itertools.islice(batches, 2))
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert got + numbers(resumed(saved(loader), later)) == [*range(SIZE)]
+    assert got + numbers(batches) == [*range(SIZE)]
 
 
 @pytest.mark.large
