@@ -100,6 +100,7 @@ class Inspector:
             ranks=1 if self._session is None else len(self._session.ranks),
             reader_ranks=spec.sampling.dealt[1],
             is_stream=spec.sampling.streams,
+            needs_workers=workers.context is not None or options.errors.sample_timeout is not None,
         )
 
     def live(self) -> Live:

@@ -293,6 +293,7 @@ class Setup:
         "ranks", "among which the readers are dealt; the number given to readers= is of all of them"
     )
     is_stream: bool = _figure("yes or no", "whether the dataset is iterable")
+    needs_workers: bool = _figure("yes or no", "whether other arguments are only for workers")
 
 
 @dataclass(frozen=True)

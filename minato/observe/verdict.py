@@ -160,6 +160,7 @@ def _without_workers(setup: Setup, costs: _Costs, steady_s: float) -> Verdict | 
     """Batches that the training process would load sooner than it gets them; ``steady_s``: from one to the next."""
     alone_s = costs.serial + costs.work - costs.transfer + costs.pinning + costs.queueing
     needed = setup.worker_method == "ray" or setup.ranks > 1 or setup.reads_here
+    needed = needed or setup.needs_workers
     if setup.num_workers == 0 or needed or setup.fetch_concurrency > 1:
         return None
     if alone_s >= _WITHOUT * steady_s:

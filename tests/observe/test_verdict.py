@@ -33,7 +33,7 @@ from tests.datasets import Filled, Numbers, Sleepy, Stream
 
 SETUP = Setup(
     *(2, "process", "strict", True, 8, 1, True, None, False),
-    *(False, None, False, 8.0, "numbers", False, 1, 1, False),
+    *(False, None, False, 8.0, "numbers", False, 1, 1, False, False),
 )
 
 
@@ -138,7 +138,7 @@ def test_no_workers_at_all() -> None:
     assert kept.changes == {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
     assert kept.advice.endswith("num_workers=0, without prefetch_factor and persistent_workers.")
     shared = ({"ranks": 2}, {"fetch_concurrency": 2}, {"worker_method": "ray"})
-    for setup in shared:
+    for setup in (*shared, {"needs_workers": True}):
         assert verdict(setup, busy_s=2.0, busy_share=0.1).changes != waste.changes
     # To get a batch of 0.1 ms from a worker takes as long as to load it.
     cheap = verdict({"num_workers": 0}, busy_s=9.0, workers=1, batches=100_000)
