@@ -216,8 +216,8 @@ def worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Worke
     return WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
-def be_worker(info: WorkerInfo) -> None:
-    """Have ``get_worker_info()`` describe a worker whose process this is."""
+def be_worker(info: WorkerInfo | None) -> None:
+    """Have ``get_worker_info()`` describe a worker whose process or thread this is; None: it is none."""
     worker._worker_info = info
 
 

@@ -24,7 +24,7 @@ from minato.batching.blobs import ErrorTransport, wrapped
 from minato.errors import CLOSED, unguarded_error, warn
 from minato.observe.tracer import in_profile
 from minato.workers.hosting import ReadingWorker
-from minato.workers.reading import Host, announced
+from minato.workers.reading import Host, announced, lending_info
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, WorkerRecovery
 from minato.workers.worker import Worker
@@ -303,6 +303,10 @@ class ThreadPool(WorkerPool):
         for thread in self.threads:
             start_thread(thread)
 
+    def wait(self, seen: int, timeout_s: float) -> None:
+        with lending_info():
+            super().wait(seen, timeout_s)
+
     def usage(self) -> CpuUsage:
         return thread_usage(
             thread.native_id for thread in self.threads if thread.native_id is not None
@@ -385,9 +389,10 @@ def _end_threads(stop: Callable[[], None], threads: list[threading.Thread], owne
         return False  # a child that the user forked has a copy of the pool, but no threads
     stop()
     deadline = time.monotonic() + _GRACE_S
-    for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join(max(deadline - time.monotonic(), 0.0))
+    with lending_info():
+        for thread in threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
     return not living(*threads)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from minato._compat import (
     ExceptionWrapper,
@@ -26,6 +27,7 @@ from minato._compat import (
     applies_state_later,
     be_worker,
     forget_loaded_state,
+    is_owned,
     numpy_seed,
     state_is_inexact,
     withdraw_worker,
@@ -54,7 +56,7 @@ from minato.sampling.resume import is_stateful
 from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
 
-__all__ = ["Host", "Reader", "Taken", "announced", "seed_generators"]
+__all__ = ["Host", "Reader", "Taken", "announced", "lending_info", "seed_generators"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -432,15 +434,28 @@ class Reader:
             self._stateful = None
 
 
-_ANNOUNCED = threading.Lock()
+_ANNOUNCED = threading.RLock()
 
 
 def _renew_lock() -> None:
     global _ANNOUNCED
-    _ANNOUNCED = threading.Lock()
+    _ANNOUNCED = threading.RLock()
 
 
 forget_in_children(_renew_lock)
+
+
+def _take_info() -> None:
+    if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
+        raise RuntimeError(
+            f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
+            "get_worker_info() answers one thread at a time: use worker processes"
+        )
+
+
+def _leave_info() -> None:
+    if is_owned(_ANNOUNCED):
+        _ANNOUNCED.release()
 
 
 @contextmanager
@@ -449,15 +464,29 @@ def announcing() -> Iterator[None]:
 
     Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
     """
-    if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
-        raise RuntimeError(
-            f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
-            "get_worker_info() answers one thread at a time: use worker processes"
-        )
+    _take_info()
     try:
         yield
     finally:
+        _leave_info()
+
+
+@contextmanager
+def lending_info() -> Iterator[None]:
+    """Leave worker info to other threads, as this one waits for them, maybe within a reader."""
+    if not is_owned(_ANNOUNCED):
+        yield
+        return
+    info, count = get_worker_info(), 0
+    while is_owned(_ANNOUNCED):
         _ANNOUNCED.release()
+        count += 1
+    try:
+        yield
+    finally:
+        for _ in range(count):
+            _take_info()
+        be_worker(info)
 
 
 @contextmanager
@@ -639,7 +668,11 @@ class Host:
             generators.keep()
             self._program = _Program(number, info, generators.kept(), is_left=False)
         try:
-            be_worker(info) if self._owns_process else announce_worker(info)
+            if self._owns_process:
+                be_worker(info)
+            else:
+                _take_info()
+                announce_worker(info)
             self._active = number
             if fresh:
                 self._leave()
@@ -680,6 +713,7 @@ class Host:
             self._program = program = program._replace(is_left=False)
         generators.load(program.generators)
         withdraw_worker(program.worker)
+        _leave_info()
         self._active = self._program = None
 
     def _leave(self) -> None:

@@ -9,11 +9,13 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import (
     SKIP,
@@ -26,7 +28,7 @@ from minato import (
     python_rng,
     torch_rng,
 )
-from tests.datasets import ORDERS, drain, three_draws
+from tests.datasets import ORDERS, Parts, drain, three_draws
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.streams.streams import Dying, IteratorState, Split, numbers
@@ -334,3 +336,47 @@ def test_sizes_and_epochs(
         first = next(iter(loader))
         assert len(numbers([first])) > 0
         assert sorted(numbers(loader)) == list(range(1000 * epoch, 1000 * epoch + SIZE))
+
+
+class Lingering(Parts):
+    """Takes a while before it asks which reader it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        time.sleep(0.002)
+        return super().__iter__()
+
+
+def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
+    """torch keeps one record of worker info for all threads."""
+    in_threads = DataLoader(Lingering(20), 2, readers=4, num_workers=2, workers="thread")
+    here = DataLoader(Lingering(30), 2, readers=3)
+    found = []
+
+    def iterate() -> None:
+        found.extend(sorted(numbers(in_threads)) for _ in range(8))
+
+    other = threading.Thread(target=iterate)
+    other.start()
+    while other.is_alive():
+        assert sorted(numbers(here)) == list(range(30))
+    other.join()
+    assert found == [list(range(20))] * 8
+
+
+class Nested(IterableDataset[int]):
+    """Each reader takes its part of what threads of another loader read."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        inner = DataLoader(Lingering(12), None, readers=3, num_workers=2, workers="thread")
+        return itertools.islice(inner, info.id, None, info.num_workers)
+
+
+@pytest.mark.parametrize("workers", ["inline", "3-threads"])
+def test_a_reader_lends_worker_info_to_threads_that_it_waits_for(
+    workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minato.workers.reading._LONGEST_S", 10.0)
+    loader = DataLoader(Nested(), 2, readers=2, **WORKERS[workers])
+    assert sorted(numbers(loader)) == list(range(12))
