@@ -136,6 +136,9 @@ def _explaining(init: F) -> F:
 
     @functools.wraps(init)
     def construct(*arguments: object, **named: object) -> None:
+        if _is_torchs(arguments[0]):
+            cast(Any, TorchDataLoader.__init__)(*arguments, **named)
+            return
         try:
             init(*arguments, **named)
         except Exception as error:
@@ -150,16 +153,9 @@ def _explaining(init: F) -> F:
     return cast(F, construct)
 
 
-def _torchs_too(method: M) -> M:
-    """Decorate a method that overrides torch's: a class from before ``patch()`` may call it by the name of its base."""
-    theirs = getattr(TorchDataLoader, method.__name__)
-
-    @functools.wraps(method)
-    def called(self: object, *arguments: object, **named: object) -> object:
-        is_ours = DataLoader in type(self).__mro__
-        return (method if is_ours else theirs)(self, *arguments, **named)
-
-    return cast(M, called)
+def _is_torchs(loader: object) -> bool:
+    """Whether a loader is not ours: a class from before ``patch()`` may call our methods by the name of its base."""
+    return DataLoader not in type(loader).__mro__
 
 
 def _stateful_only(method: M) -> M:
@@ -233,7 +229,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     long as anything refers to them.
     """
 
-    @_torchs_too
     @_explaining
     def __init__(
         self,
@@ -427,16 +422,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @_torchs_too
     def __len__(self) -> int:
+        if _is_torchs(self):
+            return TorchDataLoader.__len__(self)
         if vars(self).get("_minato_cost_batches") is not None:
             raise TypeError(
                 "the number of batches is unknown: CostBatches closes them by what was loaded"
             )
         return super().__len__()
 
-    @_torchs_too
     def __iter__(self) -> TorchIterator:
+        if _is_torchs(self):
+            return TorchDataLoader.__iter__(self)
         iterator = getattr(self, "_iterator", None)
         # A program may have ended its workers. Those that persist may have read ahead of a state, with which their
         # datasets begin again.
@@ -716,8 +713,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             observe = replace(self._minato_options.observe, name=str(value))
             self._minato_options = replace(self._minato_options, observe=observe)
 
-    @_torchs_too
     def __setattr__(self, attr: str, val: object) -> None:
+        if _is_torchs(self):
+            TorchDataLoader.__setattr__(self, attr, val)
+            return
         if is_constructed(self) and is_made(self):
             if attr in self._minato_shown:
                 if not is_being_made(self):
@@ -899,8 +898,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             self._minato_session,
         )
 
-    @_torchs_too
     def _get_iterator(self) -> TorchIterator:
+        if _is_torchs(self):
+            return TorchDataLoader._get_iterator(self)
         if not is_made(self):
             return super()._get_iterator()
         # Not in __iter__, which returns what a subclass has made of it.
