@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from enum import Enum
 from pickle import PicklingError
 from types import FrameType, TracebackType
@@ -29,6 +30,7 @@ __all__ = [
     "SampleTimeoutError",
     "WorkerDiedError",
     "add_note",
+    "causes",
     "forget_callers",
     "is_lost_connection",
     "is_refused",
@@ -147,19 +149,36 @@ def missing(what: str, package: str, extra: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(text, name=package)
 
 
-def is_lost_connection(error: BaseException | None) -> bool:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what caused it, each once: a program may have made a ring of them."""
+    seen: list[BaseException] = []
+    found: object = error
+    while isinstance(found, BaseException) and not any(found is each for each in seen):
+        seen.append(found)
+        yield found
+        reason = _read(found, "reason")  # of urllib's
+        found = reason if isinstance(reason, BaseException) else found.__cause__
+
+
+def is_lost_connection(error: BaseException) -> bool:
     """Whether an error, or one that caused it, says that a connection was lost or a server is busy for now."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        response = error if response is None else response  # one that says no may be false
-        status = getattr(response, "status", None) or getattr(response, "status_code", None)
-        if isinstance(status, int):
-            return status in (408, 425, 429) or status >= 500
-        if _LOST.search(" ".join(kind.__name__ for kind in type(error).__mro__)):
+    for each in causes(error):
+        response = _read(each, "response")
+        response = each if response is None else response  # one that says no may be false
+        for name in ("status", "status_code"):
+            status = _read(response, name)
+            if isinstance(status, int):
+                return status in (408, 425, 429) or status >= 500
+        if _LOST.search(" ".join(kind.__name__ for kind in type(each).__mro__)):
             return True
-        reason = getattr(error, "reason", None)  # of urllib's
-        error = reason if isinstance(reason, BaseException) else error.__cause__
     return False
+
+
+def _read(thing: object, name: str) -> object:
+    """An attribute; None: it has none, or reading it fails."""
+    with contextlib.suppress(Exception):
+        return getattr(thing, name, None)
+    return None
 
 
 def outside(trace: TracebackType | None) -> TracebackType | None:

@@ -3,7 +3,7 @@
 To add an option, add a field to :class:`Options`, and to ``DataLoader`` a parameter and its documentation. ``python
 docs/write_options.py`` writes the reference. Options that belong together form a group, a frozen dataclass with its
 documentation. Each group refuses its wrong combinations in its ``__post_init__``; combinations of several arguments
-are refused in :meth:`Options.of`.
+are refused in :meth:`Options.of`. :class:`Retry` is an argument of sources and of streams.
 """
 
 from __future__ import annotations

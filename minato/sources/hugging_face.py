@@ -58,9 +58,12 @@ class HuggingFaceShards(ShardedDataset[Row]):
 
     def iter_shard(self, name: str, state: State = None) -> Iterator[Row]:
         files, settings = [self._places[name].url], self.settings.values()
-        stream = datasets.load_dataset(
-            self._path, data_files=files, split="train", streaming=True, **settings
-        )
+        try:
+            stream = datasets.load_dataset(
+                self._path, data_files=files, split="train", streaming=True, **settings
+            )
+        except Exception as error:  # its text may have the URL
+            raise SourceError(f"cannot open {name!r}: {_described(error)}") from error
         if state is not None:
             stream.load_state_dict(state)
         return _Rows(name, stream, state)
@@ -84,9 +87,8 @@ class _Rows(Iterator[Row]):
             raise
         except Exception as error:
             self._has_failed = True
-            said = f"{type_name(error)}: {shown_text(message_of(error))}"
             raise SourceError(
-                f"cannot read on in {self._name!r}, and leaves out the rest: {said}"
+                f"cannot read on in {self._name!r}, and leaves out the rest: {_described(error)}"
             ) from error
         return {name: values[0] for name, values in batch.items()}
 
@@ -95,3 +97,7 @@ class _Rows(Iterator[Row]):
         if self._has_failed:
             return None
         return self._stream.state_dict() if self._start is None else self._start
+
+
+def _described(error: Exception) -> str:
+    return f"{type_name(error)}: {shown_text(message_of(error))}"

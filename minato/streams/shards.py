@@ -15,7 +15,7 @@ from minato._support.counters import Counters
 from minato._support.items import has_ended, resumed_states, set_skipping
 from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
-from minato.errors import add_note, is_lost_connection, warn
+from minato.errors import add_note, causes, is_lost_connection, warn
 from minato.options import Retry
 
 __all__ = ["ShardIterator", "ShardedDataset"]
@@ -124,7 +124,7 @@ class ShardedDataset(IterableDataset[T]):
         try:
             return self.retry.call(read, self.is_transient, self.counters)
         except Exception as error:
-            setattr(error, _IS_FINAL, True)
+            vars(error)[_IS_FINAL] = True
             raise
 
     def set_epoch(self, epoch: int) -> None:
@@ -456,11 +456,9 @@ class ShardIterator(Iterator[T]):
         self.has_changed = own != before or not gone.isdisjoint(own[self._done :])
 
 
-def _is_final(error: BaseException | None) -> bool:
+def _is_final(error: Exception) -> bool:
     """Whether ``attempt`` has raised an error, or what caused it: all attempts were made."""
-    while error is not None and not hasattr(error, _IS_FINAL):
-        error = error.__cause__
-    return error is not None
+    return any(_IS_FINAL in vars(each) for each in causes(error))
 
 
 def _counted(names: Sequence[str], what: str) -> str:

@@ -459,7 +459,8 @@ class MainReader:
 def _join(reference: weakref.ref[threading.Thread]) -> None:
     thread = reference()
     if thread is not None and thread.ident is not None and thread is not threading.current_thread():
-        thread.join(_GRACE_S)
+        with lending_info():
+            thread.join(_GRACE_S)
 
 
 def _run_reader(

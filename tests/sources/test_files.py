@@ -131,10 +131,19 @@ class HTTPError(OSError):
         self.response = Response(status_code=status)
 
 
-def because(cause: Exception) -> Exception:
+def because(cause: Exception | None) -> Exception:
+    """What an error has caused; None: that error itself."""
     error = OSError("cannot be opened")
-    error.__cause__ = cause
+    error.__cause__ = cause or error
     return error
+
+
+class Unread(ConnectionError):
+    """Of a request whose answer cannot be read any more."""
+
+    @property
+    def response(self) -> object:
+        raise RuntimeError("closed")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +156,8 @@ def because(cause: Exception) -> Exception:
         (HTTPError(403), False),
         (because(HTTPError(503)), True),
         (because(HTTPError(404)), False),
+        (because(None), False),
+        (Unread(), True),
         (URLError(ConnectionRefusedError()), True),
         (URLError("no such host"), False),
         (PermissionError(), False),

@@ -385,9 +385,9 @@ def test_a_state_has_no_secrets(kind: str) -> None:
     assert "hunter2" not in repr(vars(shards))
 
 
-@pytest.mark.parametrize("kind", ["tar", "json"])
+@pytest.mark.parametrize(("kind", "opens"), [("tar", False), ("json", True), ("json", False)])
 def test_an_error_of_a_library_shows_no_secret_of_the_url(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, opens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 
@@ -395,6 +395,8 @@ def test_an_error_of_a_library_shows_no_secret_of_the_url(
         raise OSError(f"status 403, url='{url}'")
 
     def streams(*_: object, data_files: list[str], **options: object) -> Any:
+        if not opens:
+            fails(*data_files)
         return mock.Mock(iter=lambda **_: map(fails, data_files))
 
     shards = signed(kind)
