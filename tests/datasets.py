@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,14 +23,15 @@ ORDERS = ("strict", "batch", "arrival", "fast_first")
 
 def _torch_takes_bools() -> bool:
     try:
-        torch.as_tensor([np.bool_(True)])
-    except TypeError:
+        with warnings.catch_warnings(action="error"):
+            torch.as_tensor([np.bool_(True)])
+    except (TypeError, DeprecationWarning):
         return False
     return True
 
 
 TORCH_TAKES_BOOLS = _torch_takes_bools()
-"""Whether torch makes tensors of NumPy's bools: torch 2.8 does not with NumPy 2.3, where minato still does."""
+"""Whether torch makes tensors of NumPy's bools: torch 2.6 warns with NumPy 1.26, and 2.8 refuses with 2.3."""
 
 
 def late_by(order: str, max_lag: int) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.selection import mostly_slow
 
@@ -53,7 +53,7 @@ def test_volumes_carry_their_index(tmp_path: Path) -> None:
 
 def test_a_call_returns_its_result_or_says_why_not() -> None:
     found = environments.call("bench.harness.environments:versions", ["torch", "no-such-package"])
-    assert found == {"torch": torch.__version__}
+    assert found == {"torch": importlib.metadata.version("torch")}
     with pytest.raises(environments.TrialFailedError, match="No module named 'bench.nothing'"):
         environments.call("bench.nothing:main")
 
