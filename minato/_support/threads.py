@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import errno
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import parent_process, util
 from threading import Thread
-from types import BuiltinFunctionType
 
 from minato._compat import exit_code, watch_exit_code
 from minato._core.limits import limit_met
@@ -29,8 +27,15 @@ __all__ = [
 
 
 def threads_are_real() -> bool:
-    """Whether threads are those of the system; gevent and eventlet put their own in the place of all."""
-    return isinstance(_thread.start_new_thread, BuiltinFunctionType)
+    """Whether threads are those of the system; gevent and eventlet put their own in the place of all.
+
+    Debuggers replace functions of ``_thread``, too.
+    """
+    gevent, eventlet = map(sys.modules.get, ("gevent.monkey", "eventlet.patcher"))
+    return not (
+        (gevent is not None and gevent.is_module_patched("_thread"))
+        or (eventlet is not None and eventlet.is_monkey_patched("thread"))
+    )
 
 
 def start_thread(thread: Thread) -> None:

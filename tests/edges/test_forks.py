@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import itertools
 import multiprocessing
@@ -953,24 +954,34 @@ def test_a_pause_while_the_loop_computes_does_not_count_for_a_sample(
 # ---- programs whose threads are none of the system ------------------------------------------
 
 
-GREENLETS = Mock(side_effect=AssertionError("it would never run"))
-"""Stands for what gevent puts in the place of ``_thread.start_new_thread``."""
+@pytest.fixture(params=["gevent", "eventlet"])
+def greenlets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gevent and eventlet tell that they have put their own in the place of all threads."""
+    never = Mock(side_effect=AssertionError("it would never run"))
+    monkeypatch.setattr("_thread.start_new_thread", never)
+    gevent = Mock(is_module_patched=lambda name: (name, request.param) == ("_thread", "gevent"))
+    monkeypatch.setitem(sys.modules, "gevent.monkey", gevent)
+    eventlet = Mock(is_monkey_patched=lambda name: (name, request.param) == ("thread", "eventlet"))
+    monkeypatch.setitem(sys.modules, "eventlet.patcher", eventlet)
 
 
+@pytest.mark.usefixtures("greenlets")
 @pytest.mark.parametrize("kind", ["thread", "inline-reads"])
-def test_threads_that_would_never_run_are_refused(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("_thread.start_new_thread", GREENLETS)
+def test_threads_that_would_never_run_are_refused(kind: str) -> None:
     with pytest.raises(RuntimeError, match="gevent or eventlet.* use workers='process'"):
         next(iter(rows(kind)))
 
 
+@pytest.mark.parametrize("kind", ["thread", "inline-reads"])
+def test_threads_that_a_debugger_watches_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _thread.start_new_thread
+    monkeypatch.setattr("_thread.start_new_thread", lambda *given: start(*given))
+    assert total(iter(rows(kind))) == 400
+
+
+@pytest.mark.usefixtures("greenlets")
 @pytest.mark.parametrize("kind", ["fork", "forkserver"])
-def test_deaths_are_noticed_without_a_thread_that_watches(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("_thread.start_new_thread", GREENLETS)
+def test_deaths_are_noticed_without_a_thread_that_watches(kind: str) -> None:
     batches: Any = iter(rows(kind, prefetch_factor=2))
     seen = len(next(batches))
     for worker in batches._workers:
