@@ -66,24 +66,39 @@ def _run(options: argparse.Namespace) -> None:
         # The script's own error is what the user looks for: only a report follows it.
         if not isinstance(error, SystemExit) or error.code:
             print_at_exit(full=options.full, says_none=False)
+        _hide_own_frames(error)
         raise
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Have Python show the traceback of an error from the script's frames on, by whatever hook the script has set."""
+    begin, show = error.__traceback__, sys.excepthook
+    while begin is not None and begin.tb_frame.f_globals is globals():
+        begin = begin.tb_next
+
+    def hook(kind: type[BaseException], raised: BaseException, _: object) -> None:
+        sys.excepthook = show
+        show(kind, raised.with_traceback(begin), begin)
+
+    sys.excepthook = hook
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:
     """The main module that ``python -m`` makes."""
     _set_first_path(os.getcwd())
     try:
-        spec = importlib.util.find_spec(name)
+        spec = None if name[:1] in ("", ".") else importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
         if not is_missing(name, error):
             raise
         spec = None
-    if spec is None:
+    made = None if spec is None else _of(spec, spec.parent)
+    if made is None or made[1] is None:  # extension modules have no code
         _refuse(f"there is no module {name!r} that can be run: check its name and the directory", 1)
-    sys.argv[0] = spec.origin or name
-    return _of(spec, spec.parent)
+    sys.argv[0] = made[0].__file__ or name
+    return made
 
 
 def is_missing(name: str, error: BaseException) -> bool:
@@ -135,6 +150,20 @@ def _set_first_path(path: str, *, always: bool = False) -> None:
         sys.path[0] = path
     elif always:
         sys.path.insert(0, path)
+    else:
+        return
+    _forget_namesakes(path)
+
+
+def _forget_namesakes(path: str) -> None:
+    """Have the script import modules of its directory, also where minato has imported others of the same names."""
+    finder: Any = pkgutil.get_importer(path)
+    imported = [*sys.modules]
+    # What torch imports, or Python when it starts, the script gets from there, too.
+    for name in imported[imported.index("torch") + 1 :] if finder else ():
+        found = None if "." in name or name == "minato" else finder.find_spec(name)
+        if found and found.origin not in (None, getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
 
 
 def _refuse(words: str, status: int) -> NoReturn:
