@@ -85,7 +85,7 @@ class Inspector:
             num_workers=workers.count,
             worker_method=options.worker_kind,
             order=options.order,
-            in_order=options.returns_in_order,
+            in_order=options.returns_in_order and not options.replays,
             batch_size=spec.sampling.batch_size,
             fetch_concurrency=options.fetch_concurrency.concurrency,
             may_fetch_more=may_fetch_more,
@@ -100,7 +100,15 @@ class Inspector:
             ranks=1 if self._session is None else len(self._session.ranks),
             reader_ranks=spec.sampling.dealt[1],
             is_stream=spec.sampling.streams,
-            needs_workers=workers.context is not None or options.errors.sample_timeout is not None,
+            needs_workers=workers.context is not None
+            or workers.timeout_s > 0
+            or options.errors.sample_timeout is not None
+            or options.shared_pool is not None,
+            most_workers=_most_workers(spec),
+            max_lag=options.max_lag if options.mixes_batches and options.max_lag > 1 else None,
+            window_grows=not isinstance(options.snapshot_every_n_steps, int)
+            if spec.sampling.streams
+            else options.compat != "torch",
         )
 
     def live(self) -> Live:
@@ -261,6 +269,16 @@ class Inspector:
                 randomness.bind(epoch, index, occurrence)
                 sample = fetcher.single(index)
             return sample
+
+
+def _most_workers(spec: LoaderSpec) -> int | None:
+    """The largest number of workers that goes with the other arguments; None: any."""
+    fetch, cache = spec.options.fetch_concurrency, spec.cache
+    if cache is not None and not cache.shared and spec.options.worker_kind == "process":
+        return spec.workers.count  # each process has a cache of its own
+    if fetch.max_in_flight is None:
+        return None
+    return fetch.max_in_flight - (fetch.hedge_percentile is not None)
 
 
 def _open(what: str, make: Callable[..., object], *arguments: object) -> None:

@@ -294,6 +294,11 @@ class Setup:
     )
     is_stream: bool = _figure("yes or no", "whether the dataset is iterable")
     needs_workers: bool = _figure("yes or no", "whether other arguments are only for workers")
+    most_workers: int | None = _figure("workers", "that other arguments allow; none: any number")
+    max_lag: int | None = _figure(
+        "batches", "of which no more are in flight; none: samples stay in theirs"
+    )
+    window_grows: bool = _figure("yes or no", "whether the window grows without prefetch_factor")
 
 
 @dataclass(frozen=True)

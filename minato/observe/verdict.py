@@ -20,6 +20,7 @@ from minato._distribution import documentation
 from minato._support.objects import Search, attribute
 from minato._support.values import seconds
 from minato.observe.figures import Period, Setup, Stage, Verdict
+from minato.options import Arrival, FastFirst
 
 __all__ = ["judge", "uses_pil"]
 
@@ -288,9 +289,10 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         changes = {"fetch_concurrency": concurrency}
         speedup = costs.speedup(now, work)
         return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
+    wanted = wanted if setup.most_workers is None else min(wanted, setup.most_workers)
     speedup = costs.speedup(wanted, start_factor=wanted / now)
     helps = wanted > max(setup.num_workers, now) if setup.num_workers else speedup > 1 + _ENOUGH
-    if not crowded and helps:
+    if not crowded and helps and wanted > 0:
         told: tuple[str, ...] = ()
         if in_cluster:
             told = ("Workers run in a cluster, which can run more of them if it has free cores.",)
@@ -366,12 +368,12 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     long_ones = costs.step > costs.whole / 4 and steps.step_mean_s > 2 * steps.step_p50_s
     may_overtake = setup.in_order and workers.count > 1 and run.stragglers.phase != "uniform"
     if is_full and (long_ones or not may_overtake):
-        factor = 4 * math.ceil(window.limit / max(workers.count, 1))
         summary = "Uneven steps: the prefetch window is full in a long one, and empty after it."
-        advice = f"Prefetch more batches: prefetch_factor={factor}."
-        return Verdict("memory", summary, (), advice, {"prefetch_factor": factor}, speedup)
+        return _more_batches(setup, run, summary, speedup)
     if setup.prefetch_factor is not None and setup.prefetch_factor <= _FIRST_WINDOW:
         summary = "Too few batches are prefetched."
+        if not setup.window_grows:
+            return _more_batches(setup, run, summary, speedup)
         advice = f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed."
         return Verdict("memory", summary, (), advice, {"prefetch_factor": None}, speedup)
     if may_overtake:
@@ -381,6 +383,18 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         )
         return Verdict("order", summary, (), advice, {"order": "batch"}, speedup)
     return Verdict("unknown", "The workers are idle for an unknown reason.")
+
+
+def _more_batches(setup: Setup, run: Period, summary: str, speedup: float) -> Verdict:
+    workers = max(run.workers.count, 1)
+    factor = 4 * math.ceil(run.prefetch_window.limit / workers)
+    changes: dict[str, Any] = {"prefetch_factor": factor}
+    advice = f"Prefetch more batches: prefetch_factor={factor}"
+    if setup.max_lag is not None and setup.max_lag < factor * workers:
+        kind = Arrival if setup.order == "arrival" else FastFirst
+        changes["order"] = kind(factor * workers)
+        advice += f", order={changes['order']}"
+    return Verdict("memory", summary, (), f"{advice}.", changes, speedup)
 
 
 # ---- photographs ----------------------------------------------------------------------------

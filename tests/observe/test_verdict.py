@@ -6,13 +6,24 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from minato import DataLoader, Readers
+from minato import (
+    Arrival,
+    DataLoader,
+    FastFirst,
+    FetchOptions,
+    Readers,
+    Record,
+    Replay,
+    SharedPool,
+)
 from minato._support.values import digits, seconds
+from minato.caching import MemoryCache
 from minato.observe.figures import (
     Errors,
     Machine,
@@ -33,7 +44,7 @@ from tests.datasets import Filled, Numbers, Sleepy, Stream
 
 SETUP = Setup(
     *(2, "process", "strict", True, 8, 1, True, None, False),
-    *(False, None, False, 8.0, "numbers", False, 1, 1, False, False),
+    *(False, None, False, 8.0, "numbers", False, 1, 1, False, False, None, None, True),
 )
 
 
@@ -295,6 +306,44 @@ def test_workers_that_idle() -> None:
         elif slow:
             expected = ("order", {"order": "batch"})
         assert (found.bottleneck, found.changes) == expected
+
+
+CHEAP = {"busy_s": 2.0, "busy_share": 0.1}
+LATE = {**IDLE, "phase": "following", "no_work": 0.5}
+UNEVEN = {**IDLE, "window_full": 0.5}
+HEDGED = FetchOptions(2, max_in_flight=4, hedge_percentile=90)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "figures", "changes"),
+    [
+        ({"workers": SharedPool()}, CHEAP, None),
+        ({"timeout": 5}, CHEAP, None),
+        ({"num_workers": 0, "cache": MemoryCache(1000)}, {}, None),
+        ({"cache": MemoryCache(1000), "persistent_workers": True}, {}, None),
+        ({"fetch_concurrency": HEDGED}, {}, {"num_workers": 3}),
+        ({"recording": Replay("order")}, LATE, None),
+        ({"order": "arrival"}, UNEVEN, {"prefetch_factor": 8}),
+        ({"order": Arrival(8)}, UNEVEN, {"prefetch_factor": 8, "order": Arrival(16)}),
+        ({"order": FastFirst(1)}, UNEVEN, {"prefetch_factor": 8}),
+        ({"compat": "torch", "prefetch_factor": 2}, IDLE, {"prefetch_factor": 8}),
+        ({"prefetch_factor": 2}, IDLE, {"prefetch_factor": None}),
+    ],
+)
+def test_advice_goes_with_the_other_arguments(
+    arguments: dict[str, Any],
+    figures: dict[str, Any],
+    changes: dict[str, Any] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    list(DataLoader(Numbers(8), 4, recording=Record("order")))
+    given = {"num_workers": 2, **arguments}
+    setup = DataLoader(Numbers(8), 4, **given).report().setup
+    found = judge(setup, run(**figures))
+    assert found.changes == changes
+    DataLoader(Numbers(8), 4, **{**given, **(changes or {})})
 
 
 def test_the_start() -> None:
