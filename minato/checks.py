@@ -133,18 +133,20 @@ def check_undivided(dataset: object) -> None:
             return
 
 
-def check_whole(name: str, value: object, least: int | None) -> int | None:
-    """An integer of at least ``least``, or None; NumPy's integers are the integers that they equal."""
-    return None if value is None else given_whole(name, value, least)
+def check_whole(name: str, value: object, least: int | None, most: int | None = None) -> int | None:
+    """An integer from ``least`` to ``most``, or None; NumPy's integers are the integers that they equal."""
+    return None if value is None else given_whole(name, value, least, most)
 
 
-def given_whole(name: str, value: object, least: int | None) -> int:
+def given_whole(name: str, value: object, least: int | None, most: int | None = None) -> int:
     """As :func:`check_whole`, where None is no integer."""
     found = None if isinstance(plain(value), (bool, tuple)) else integer_of(value)
     if found is None:
         raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give an integer")
     if least is not None and found < least:
         raise ValueError(f"{name}={found} is too small: give at least {least}")
+    if most is not None and found > most:
+        raise ValueError(f"{name}={found} is too large: give at most {most}")
     return found
 
 

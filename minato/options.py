@@ -74,6 +74,8 @@ DEFAULT_MAX_LAG = 32
 _MIXING = ("arrival", "fast_first")
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
+_MOST_WORKERS = 4096
+"""For which the ledger has numbers."""
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 """The default of ``AutoScale.max`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
@@ -139,16 +141,18 @@ def _wrong_type(name: str, value: object, remedy: str) -> TypeError:
     return TypeError(f"{name}={text_of(value)} is a {type_name(value)}: {remedy}")
 
 
-def _whole(least: int, other: str | None = None) -> Callable[[str, Any], Any]:
+def _whole(
+    least: int, other: str | None = None, most: int = _INT64 - 1
+) -> Callable[[str, Any], Any]:
     def check(name: str, value: object) -> Any:
         is_other = isinstance(value, str) and value == other
-        return value if is_other else check_whole(name, value, least)
+        return value if is_other else check_whole(name, value, least, most)
 
     return check
 
 
 def _given_whole(least: int) -> Callable[[str, Any], Any]:
-    return lambda name, value: given_whole(name, value, least)
+    return lambda name, value: given_whole(name, value, least, _INT64 - 1)
 
 
 def _positive_seconds(name: str, value: object) -> Any:
@@ -295,7 +299,7 @@ def _stragglers(name: str, value: object) -> StragglerPolicy:
 def _fetch(name: str, value: object) -> FetchOptions:
     if isinstance(value, FetchOptions):
         return value
-    return FetchOptions.uncounted(check_whole(name, value, 1) or 1)
+    return FetchOptions.uncounted(check_whole(name, value, 1, _INT64 - 1) or 1)
 
 
 def _workers(name: str, value: object) -> Any:
@@ -317,6 +321,8 @@ def _num_workers(name: str, value: object) -> Any:
         value = AutoScale()
     if isinstance(value, float) and value:  # torch begins with it, and cannot count with it
         raise TypeError(_advice_on_number(name, value))
+    if (integer_of(value) or 0) > _MOST_WORKERS:
+        given_whole(name, value, 1, _MOST_WORKERS)
     # torch refuses what is no number.
     return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
 
@@ -501,14 +507,14 @@ class AutoScale(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    min: int | None = option(None, "1 or more", _whole(1))
-    max: int | None = option(None, "`min` or more", _whole(1))
+    min: int | None = option(None, "1 or more", _whole(1, most=_MOST_WORKERS))
+    max: int | None = option(None, "`min` or more", _whole(1, most=_MOST_WORKERS))
     controller: str | PaperController = option(
         "corrected",
         '`"corrected"`, `"paper"`, a `PaperController`',
         _one_of("corrected", "paper", unless=_is(PaperController)),
     )
-    start: int | None = option(None, "between `min` and `max`", _whole(1))
+    start: int | None = option(None, "between `min` and `max`", _whole(1, most=_MOST_WORKERS))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -597,7 +603,8 @@ class Retry:
     def __post_init__(self) -> None:
         given_whole("attempts", self.attempts, 1)
         for name in ("first_s", "longest_s", "deadline_s"):
-            given_number(name, getattr(self, name), "seconds")
+            if not given_number(name, value := getattr(self, name), "seconds") >= 0:
+                raise ValueError(f"{name}={value} is not possible: give 0 seconds or more")
 
     @classmethod
     def given(cls, retry: Retry | None) -> Retry:

@@ -13,6 +13,7 @@ from minato._fork_safety import signals_deferred, this_process
 from minato._support.objects import figures_of
 from minato._support.values import message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
+from minato.checks import check_whole, given_whole
 from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
@@ -246,7 +247,8 @@ class Inspector:
         from minato.workers.fetch import Fetcher
 
         spec, position = self._spec, self._position
-        epoch = max(position.epoch, 0) if epoch is None else epoch
+        epoch = max(position.epoch, 0) if epoch is None else given_whole("epoch", epoch, None)
+        seed, occurrence = check_whole("seed", seed, None), given_whole("occurrence", occurrence, 0)
         sampling = spec.sampling
         if seed is None and sampling.replay is not None:
             seed = sampling.replay.seed(epoch)

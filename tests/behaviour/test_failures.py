@@ -325,6 +325,8 @@ def test_reproduce(seed: int | None) -> None:
         assert torch.equal(loader.reproduce(20, epoch=0)[1], epochs[0][20])
     with pytest.raises(ValueError, match="sample 3 is torn"):
         loader.reproduce(3)
+    with pytest.raises(TypeError, match="epoch='1' is a str: give an integer"):
+        loader.reproduce(20, epoch="1")  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), state)
     assert np.random.get_state()[1].tolist() == before
 

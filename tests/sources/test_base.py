@@ -223,6 +223,8 @@ def test_pauses_double_up_to_a_bound() -> None:
     assert len(list(Retry(attempts=3000, first_s=1e-9, longest_s=1e-9).pauses())) == 2999
     with pytest.raises(ValueError, match="attempts=0 is too small"):
         Retry(attempts=0)
+    with pytest.raises(ValueError, match="longest_s=-1 is not possible: give 0 seconds or more"):
+        Retry(longest_s=-1)
 
 
 def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,6 +437,7 @@ def test_of_reads_under_way_only_the_deadly_one_is_skipped(
     ("dataset", "arguments", "message"),
     [
         (Numbers(4), {"fetch_concurrency": 0}, "fetch_concurrency=0 is too small"),
+        (Numbers(4), {"fetch_concurrency": 1 << 63}, "too large: give at most 9223372036854775807"),
         (Numbers(4), {"fetch_concurrency": 2, "compat": "torch"}, "contradicts compat='torch'"),
         (Stream(0), {"fetch_concurrency": 2}, "an iterable dataset has none"),
     ],

@@ -184,10 +184,13 @@ def test_limits_that_contradict_each_other_are_refused():
         ({"start": 2, "min": 3}, "start=2 is not between min=3"),
         ({"min": 9, "max": 3}, "min=9 is not between min=9 and max=3"),
         ({"min": 0}, "min=0 is too small"),
+        ({"max": 5000}, "max=5000 is too large: give at most 4096"),
         ({"controller": "other"}, "controller='other' is not possible"),
     ):
         with pytest.raises(ValueError, match=message):
             AutoScale(**arguments)
+    with pytest.raises(ValueError, match="num_workers=5000 is too large: give at most 4096"):
+        DataLoader(Numbers(8), num_workers=5000)
     # Its content depends on the number.
     with pytest.raises(ValueError, match="compat='torch', whose content depends on it"):
         DataLoader(Numbers(8), num_workers="auto", compat="torch")
