@@ -39,7 +39,10 @@ __all__ = ["OwnedGenerators"]
 
 _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndarray, np.generic)
 _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType)
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_GENERATORS = (
+    *(random.Random, torch.Generator),
+    *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
+)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _MOST_MISSED = 2
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")

@@ -554,6 +554,8 @@ def own_generator(generator: object, stream: int) -> MemoryGenerator[Any] | None
         return numpy_generator(generator, stream)
     if isinstance(generator, np.random.Generator):
         return _bits_generator(generator.bit_generator, stream)
+    if isinstance(generator, np.random.BitGenerator):
+        return _bits_generator(generator, stream)
     if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
         return torch_generator(generator, stream)
     return None

@@ -56,6 +56,10 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         )
         for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
     },
+    "a bare PCG64": (
+        np.random.PCG64,
+        lambda it: [it.random_raw(), np.random.Generator(it).normal()],
+    ),
     "torch": (
         torch.Generator,
         lambda it: [*torch.randn(3, generator=it).tolist(), it.initial_seed()],
@@ -120,6 +124,8 @@ def draw_state(generator: Any) -> Any:
         return pickle.dumps(generator.get_state(legacy=False))
     if isinstance(generator, np.random.Generator):
         return pickle.dumps(generator.bit_generator.state)
+    if isinstance(generator, np.random.BitGenerator):
+        return pickle.dumps(generator.state)
     return generator.get_state().tolist()
 
 
