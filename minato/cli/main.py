@@ -29,7 +29,7 @@ from minato._distribution import __version__, commit
 from minato._support.loader_class import TorchDataLoader
 from minato._support.values import message_of, printable
 from minato.cli import demo, doctor, run
-from minato.loader import DataLoader, torch_arguments
+from minato.loader import DataLoader, is_active, torch_arguments
 from minato.observe.text import format_value
 from minato.options import CostBatches
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 1
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # without workers, a sample may end the process
         print(f"minato: {options.failed.format(printable(_in_a_line(error)))}", file=sys.stderr)
         return 1
     return status or 0
@@ -80,7 +80,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _in_a_line(error: Exception) -> str:
+def _in_a_line(error: BaseException) -> str:
     """Type and first line of an exception; of one from a worker, from the traceback in its text."""
     text = message_of(error).strip()
     _, traceback, rest = text.rpartition("Traceback (most recent call last):\n")
@@ -141,6 +141,11 @@ def _profile(options: argparse.Namespace) -> None:
     given = _made(options.factory)
     mine = given if isinstance(given, DataLoader) else DataLoader.from_torch(given)
     theirs = _as_torch(mine) if mine is given else given
+    if not is_active(mine):
+        raise _Refused(
+            f"{options.factory} returned a loader for which torch's engine loads, as for data pipes: minato has no "
+            "figures of it"
+        )
     mine.watch_gpus()
     _warm_up()
     load = psutil.getloadavg()[0]

@@ -185,7 +185,7 @@ class Inspector:
 
         if path is not None:
             at_exit.write_at_exit(path)
-        at_exit.keep(self._setup(), self._spec.stages, epoch_log)
+        at_exit.keep(self._setup, self._spec.stages, epoch_log)
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
         from minato.observe.machine import MachineMonitor, storage_counts

@@ -107,11 +107,11 @@ def write_at_exit(path: str) -> None:
         mine.path = file
 
 
-def keep(setup: Setup, steps: Sequence[str], log: EpochLog) -> None:
+def keep(setup: Callable[[], Setup], steps: Sequence[str], log: EpochLog) -> None:
     """Keep what the report of a loader needs, which is neither the loader nor its dataset, until the process ends."""
     if not _at_exit.active:
         return
-    _at_exit.kept[log] = partial(report_of, setup, tuple(steps), log)
+    _at_exit.kept[log] = partial(report_of, setup(), tuple(steps), log)
     if len(_at_exit.kept) > MOST_LOADERS:
         *others, _ = _at_exit.kept  # the new one begins only now
         del _at_exit.kept[min(others, key=lambda each: each.active_ns)]

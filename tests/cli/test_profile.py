@@ -61,6 +61,17 @@ def nothing():
 def broken():
     raise RuntimeError("no such disk")
 
+def pipe():
+    pipes = torch.utils.data.datapipes.iter
+    return torch.utils.data.DataLoader(pipes.IterableWrapper(range(48)), 4)
+
+class Ends(Sleepy):
+    def __getitem__(self, index):
+        raise SystemExit(5)
+
+def ends_in_a_sample():
+    return DataLoader(Ends(), 4)
+
 def ends():
     raise SystemExit("usage: train.py --data FOLDER")
 
@@ -145,6 +156,8 @@ def test_what_torch_cannot_repeat_is_not_compared(
         ("{file}:nothing", 2, "returned a int"),
         ("{file}:broken", 2, "RuntimeError: no such disk"),
         ("{file}:ends", 2, "SystemExit: usage: train.py --data FOLDER"),
+        ("{file}:ends_in_a_sample", 1, "the loader raised SystemExit: 5"),
+        ("{file}:pipe", 2, "a loader for which torch's engine loads"),
         ("{file}:missing", 2, "has no function 'missing'"),
         ("{file}:constant", 2, "has no function 'constant'"),
         (

@@ -229,6 +229,13 @@ def test_a_report_at_exit_keeps_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_
         check("Knows", batches, lambda: POOLS["fork"], before)
 
 
+def test_without_a_report_at_exit_a_loader_is_not_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(at_exit, "_at_exit", at_exit._AtExit())
+    at_exit.keep(pytest.fail, (), Any)
+
+
 # ---- without a collection ---------------------------------------------------------------------
 
 
