@@ -224,8 +224,11 @@ def _imported(place: str) -> ModuleType:
     name = place if path is None else path.stem  # by which spawned workers import a file
     if path is not None and "." in name:
         raise _Refused(f"{place!r} has a dot in its name, and workers cannot import it: rename it")
+    if name[:1] == ".":
+        raise _Refused(f"{place!r} is no name of a module: write package.module, or path/file.py")
     folder = os.getcwd() if path is None else str(path.parent)
     sys.path.insert(0, folder)
+    run.forget_namesakes(folder)
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:

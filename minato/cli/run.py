@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from minato.observe.at_exit import print_at_exit
 from minato.patching import patch
 
-__all__ = ["add_to", "divided", "is_missing"]
+__all__ = ["add_to", "divided", "forget_namesakes", "is_missing"]
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -152,10 +152,10 @@ def _set_first_path(path: str, *, always: bool = False) -> None:
         sys.path.insert(0, path)
     else:
         return
-    _forget_namesakes(path)
+    forget_namesakes(path)
 
 
-def _forget_namesakes(path: str) -> None:
+def forget_namesakes(path: str) -> None:
     """Have the script import modules of its directory, also where minato has imported others of the same names."""
     finder: Any = pkgutil.get_importer(path)
     imported = [*sys.modules]

@@ -166,6 +166,7 @@ def test_what_torch_cannot_repeat_is_not_compared(
             "has a dot in its name, and workers cannot import it: rename",
         ),
         ("{dir}/lacking.py:mine", 2, "raised ModuleNotFoundError: No module named 'lack'\n"),
+        ("./loaders:mine", 2, "'./loaders' is no name of a module: write package.module, or"),
         ("no_such.module:mine", 2, "No module named 'no_such'; check its name and the directory"),
         ("{file}", 2, "write module:function"),
         ("no_such_module:make", 2, "No module named 'no_such_module'"),
