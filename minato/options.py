@@ -929,7 +929,7 @@ class Readers(_Group):
 def _readers(name: str, value: object) -> Readers | None:
     if value is None or isinstance(value, Readers):
         return value
-    return Readers(check_whole(name, value, 1))
+    return Readers(check_whole(name, value, 1, _INT64 - 1))
 
 
 # ---- batches ----------------------------------------------------------------------------------

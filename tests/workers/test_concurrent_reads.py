@@ -440,6 +440,7 @@ def test_of_reads_under_way_only_the_deadly_one_is_skipped(
         (Numbers(4), {"fetch_concurrency": 1 << 63}, "too large: give at most 9223372036854775807"),
         (Numbers(4), {"fetch_concurrency": 2, "compat": "torch"}, "contradicts compat='torch'"),
         (Stream(0), {"fetch_concurrency": 2}, "an iterable dataset has none"),
+        (Stream(0), {"readers": 1 << 63}, "readers=9223372036854775808 is too large"),
     ],
 )
 def test_what_contradicts_itself_is_refused(dataset: Any, arguments: Any, message: str) -> None:
