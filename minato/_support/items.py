@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeVar
 
 from minato._support.values import text_of
 
 __all__ = [
+    "ERRORS",
     "Item",
     "Reading",
     "announced_reader",
@@ -19,8 +22,8 @@ __all__ = [
     "item_of",
     "key_of",
     "name_of",
-    "next_of",
     "reading_again",
+    "receive",
     "resumed_states",
     "set_announce",
     "set_reading",
@@ -33,7 +36,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-
+ERRORS = (Exception, GeneratorExit, SystemExit, CancelledError)
+"""What a sample or an item may raise as its error; others, such as KeyboardInterrupt, are those of signals."""
 _ORDINAL_BITS = 40
 
 
@@ -173,11 +177,14 @@ def has_ended(items: object) -> bool:
     return isinstance(items, GeneratorType) and items.gi_frame is None
 
 
-def next_of(items: Iterator[T], *, drops: bool) -> T:
-    """What ``next()`` returns for a dataset that keeps or drops the item, whatever the loader does with its own."""
+def receive(got: list[T], items: Iterator[T], *, drops: bool) -> None:
+    """Append the next item of a dataset that keeps or drops it, whatever the loader does with its own.
+
+    It is one step: handlers of signals raise before it or after it.
+    """
     reading = _this_thread.reading
     before, reading.skips = (reading.skips, reading.was_asked), drops
     try:
-        return next(items)
+        got += islice(items, 1)
     finally:
         reading.skips, reading.was_asked = before

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import threading
 import weakref
-from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import methodcaller
@@ -17,7 +16,7 @@ import numpy as np
 from minato._compat import is_profiling
 from minato._core import Lease, now_ns
 from minato._core.codes import Activity
-from minato._support.items import item_of, name_of
+from minato._support.items import ERRORS, item_of, name_of
 from minato._support.threads import if_alive
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.blobs import Kinds, SampleError, noted
@@ -50,8 +49,6 @@ from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
 __all__ = ["InlineEngine"]
 
-_ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
-"""What a sample may raise as its error; a KeyboardInterrupt leaves ``next()``, and the next call runs it again."""
 _ANYTHING: Kinds = (BaseException,)
 """The second KeyboardInterrupt in the same batch is the error of the sample."""
 _PATIENCE_S = 1.0
@@ -86,11 +83,11 @@ class _Current:
     """What the runner asks for; it must not refer to the engine.
 
     Attributes:
-        kinds: What is taken for the error of a sample.
+        kinds: What is taken for the error of a sample; the rest leaves ``next()``, and the next call runs it again.
     """
 
     def __init__(self) -> None:
-        self.kinds: Kinds = _ERRORS
+        self.kinds: Kinds = ERRORS
         self.batch: _Batch | None = None
 
     def occurrences(self, position: int, count: int) -> list[int] | None:
@@ -388,8 +385,8 @@ class InlineEngine(BatchSource):
         """Make a batch, or its error, unless it has no samples."""
         current, runner = self._current, self._runner
         current.batch = batch
-        if self._tried is not None or current.kinds is not _ERRORS:
-            current.kinds = _ANYTHING if self._tried is batch.drawn else _ERRORS
+        if self._tried is not None or current.kinds is not ERRORS:
+            current.kinds = _ANYTHING if self._tried is batch.drawn else ERRORS
             runner.catches = current.kinds
             if self._host is not None:
                 self._host.catches = current.kinds

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,10 +20,11 @@ from minato._compat import applies_state_later, forget_loaded_state, state_is_in
 from minato._core import mix_seed, now_ns
 from minato._support.counters import shared_integers
 from minato._support.items import (
+    ERRORS,
     announced_reader,
     has_ended,
-    next_of,
     reading_again,
+    receive,
     resumed_states,
     set_resumed,
 )
@@ -170,6 +172,9 @@ class Child:
 
     What ``iter()`` draws from the global generators is drawn again where a state is loaded.
 
+    ``got`` has the next item, or else ``asked`` gives it, until who asks counts it by statements that call nothing:
+    handlers of signals raise after calls, so that an interrupted ``next()`` can be repeated.
+
     Args:
         key: Its name among the children of the stream; ``name`` is that in messages.
         resumed: What its ``__iter__`` finds as ``resumed_states()``: what ``state`` has returned for each reader.
@@ -183,6 +188,7 @@ class Child:
         self._resumed = [None if each is None else each["iterator"] for each in resumed]
         # Otherwise it is read again, which is exact.
         self._dataset_keeps = is_stateful(self._dataset) and not state_is_inexact(self._dataset)
+        self.got: list[Any] = []
         self.is_new = True  # nobody has asked for an item
         self._loaded: State | None = None
         self._to_come: float = 0  # items that come again, at most
@@ -196,12 +202,17 @@ class Child:
             stream.loaded.discard(key)
         if self._outer is not None:
             self._outer.keep()
-        self.items = self._begun()
+        self._read(self._begun())
         # A stream draws nothing itself, and its children see to theirs.
         is_stream = isinstance(self._dataset, Stream)
         if self._outer is not None and not is_stream and not self._outer.are_kept():
             with self._at_generators(self._outer.kept()):
                 self._generators = self._outer.to_plain()
+
+    def _read(self, items: Any) -> None:
+        self.items = items
+        # Not itself: to iterate it would call iter() again, which restarts a dataset that is its own iterator.
+        self.asked = map(next, repeat(items))
 
     def _begun(self) -> Any:
         before = resumed_states()
@@ -212,12 +223,21 @@ class Child:
         finally:
             set_resumed(before)
 
-    def first(self, ask: Callable[[Iterator[object]], object] = next) -> Any:
-        """The first item, which ``ask`` returns for the iterator."""
-        self.is_new, self._loaded = False, None
-        # A generator may ask only now which reader it is, and load a state.
-        with announced_reader(), reading_again(None, self._to_come):
-            return ask(self.items)
+    def first(self, drops: bool | None = None) -> None:
+        """Have the first item in ``got``, if any; ``drops``: as in ``receive``; None: what the loader does."""
+        try:
+            # A generator may ask only now which reader it is, and load a state.
+            with announced_reader(), reading_again(None, self._to_come):
+                if drops is None:
+                    self.got += islice(self.asked, 1)
+                else:
+                    receive(self.got, self.asked, drops=drops)
+        finally:
+            self.is_new, self._loaded = False, None
+
+    def end(self) -> None:
+        """Give nothing more: some iterators begin again where they have ended."""
+        self._read(iter(()))
 
     @property
     def keeps_state(self) -> bool:
@@ -258,9 +278,9 @@ class Child:
         if self._outer is not None and generators is not None:
             with self._at_generators(None):
                 self._outer.load_plain(generators)
-                self.items = self._begun()
+                self._read(self._begun())
         elif of_dataset is not None:
-            self.items = self._begun()
+            self._read(self._begun())
         if own["iterator"] is not None:
             with reading_again(self.items, again):
                 self.items.load_state_dict(own["iterator"])
@@ -269,7 +289,7 @@ class Child:
                 f"{self._name} has other shards than when the state was saved, and which items follow depends on where "
                 "they end: resume with the same shards, or begin the epoch again"
             )
-        self.is_new, self._loaded = True, state
+        self.is_new, self._loaded, self.got = True, state, []
         self._generators = state["generators"]
 
     @contextmanager
@@ -289,12 +309,13 @@ class Child:
             self._again = self._outer.kept()
             self._outer.load(before)
 
-    def note_error(self) -> None:
-        """Warn if an exception has ended the iterator."""
+    def is_of_item(self, error: BaseException) -> bool:
+        """Whether an error counts as an item; warns if it has ended the iterator."""
         if has_ended(self.items):
             warn(
                 f"the generator of {self._name} has ended by an exception: the rest of it is missing"
             )
+        return not self.got and isinstance(error, ERRORS)
 
 
 class _Point(NamedTuple):
@@ -323,7 +344,7 @@ class Window(Child):
         )
         self.at = 0  # ordinal of the next item
         self._every = every
-        self._ended = False
+        self._ended = self._is_torn = False
         self._points = deque([_Point(0, self._kept(begins=True), None, False)])
         self._due, self._due_ns = every, 0
         self._target = 0  # items before it are read again
@@ -331,28 +352,30 @@ class Window(Child):
         self._own: Generators | None = None
 
     def read(self) -> Any:
-        """The next item, or StopIteration."""
+        """The next item, which stays in ``got``, or StopIteration."""
         if self._ended:
             raise StopIteration
         try:
-            item = self._next()
+            self._next()
         except StopIteration:
             self._ended = True
             raise
         except BaseException as error:
-            self.at += not isinstance(error, KeyboardInterrupt)
-            self.note_error()
+            self.at += self.is_of_item(error)
             raise
-        self.at += 1
-        return item
+        return self.got[0]
 
     def hold_from(self, oldest: int) -> None:
         """Forget how to read the items before an ordinal again."""
         while len(self._points) > 1 and self._points[1].ordinal <= oldest:
             self._points.popleft()
 
-    def _next(self, drops: bool = False) -> Any:
-        if self.at >= self._due and now_ns() >= self._due_ns and self.keeps_state:
+    def _next(self, drops: bool = False) -> None:
+        """Have the next item in ``got``."""
+        if self.got:
+            return
+        is_due = self.at >= self._due and not self._is_torn and now_ns() >= self._due_ns
+        if is_due and self.keeps_state:
             began_ns, state = now_ns(), self._kept()
             if not isinstance(state, Postponed):  # otherwise more is read again
                 self._points.append(_Point(self.at, state, self._own, self._own is not None))
@@ -362,24 +385,36 @@ class Window(Child):
             ended_ns = now_ns()
             self._due = self.at + self._every
             self._due_ns = ended_ns + _STATE_SHARE * (ended_ns - began_ns)
+        self._is_torn = True  # by an interruption: the child may be within an item
         outer = self._outer
         if outer is None:
-            return self._asked(drops)
-        outer.keep()
-        if self._own is None:
+            self._ask(drops)
+        elif self._own is None:
+            outer.keep()
             try:
-                return self._asked(drops)
+                self._ask(drops)
             finally:
                 if not outer.are_kept():
                     self._separate(outer)
-        before = outer.kept()
-        try:
-            outer.load(self._own)
-            return self._asked(drops)
-        finally:
+        else:
             outer.keep()
-            self._own = outer.kept()
-            outer.load(before)
+            before = outer.kept()
+            try:
+                outer.load(self._own)
+                self._ask(drops)
+            finally:
+                outer.keep()
+                self._own = outer.kept()
+                outer.load(before)
+        self._is_torn = False
+        if not self.got:
+            raise StopIteration
+
+    def _ask(self, drops: bool) -> None:
+        if self.is_new:
+            self.first(drops)
+        else:
+            receive(self.got, self.asked, drops=drops)
 
     def _kept(self, *, begins: bool = False) -> State | Postponed:
         """The state of the child; what ``state_dict()`` raises is for those who ask for the window's."""
@@ -387,11 +422,6 @@ class Window(Child):
             return self.state(begins=begins)
         except Exception as error:
             return Postponed(error)
-
-    def _asked(self, drops: bool) -> Any:
-        if self.is_new:
-            return self.first(partial(next_of, drops=drops))
-        return next_of(self.items, drops=drops)
 
     def _separate(self, outer: GlobalGenerators) -> None:
         """Give the child generators of its own, after its first item that has drawn."""
@@ -448,22 +478,23 @@ class Window(Child):
             while self.at < self._target:
                 keeps = self.at in held
                 try:
-                    item = self._next(drops=not keeps)
+                    self._next(drops=not keeps)
                 except StopIteration:
                     before, self._target, self._ended = self._target, self.at, True
                     raise RuntimeError(
                         f"{self._name} has {self.at} items and had {before} before the state was saved: resume with "
                         "the same data"
                     ) from None
-                except Exception:
-                    self.at += 1
+                except Exception as error:
+                    self.at += self.is_of_item(error)
                     if keeps:
                         raise
                 else:
                     if keeps:
-                        found[self.at] = item
-                    self.at += 1
+                        found[self.at] = self.got[0]
+                    self.at, self.got = self.at + 1, []
             if self._ends:  # some datasets begin again when their iterator has ended
                 self._ended, self._ends = True, False
                 with suppress(Exception):
                     self._next(drops=True)
+                self.got = []

@@ -112,11 +112,12 @@ class _Source:
         self.passes = 0  # that have ended
         self.at = 0  # items that it has been asked for in this pass
         self.is_live = True  # it may be drawn
+        self._pass = 0  # of the child
         self.child = self._begun()
 
     def _set_epoch(self) -> None:
         if self._mixed.sets_epochs:
-            self._mixed.set_child_epoch(self.name, self._mixed.epoch + self.passes * _PASS)
+            self._mixed.set_child_epoch(self.name, self._mixed.epoch + self._pass * _PASS)
 
     @property
     def is_exhausted(self) -> bool:
@@ -124,24 +125,26 @@ class _Source:
 
     def _begun(self) -> Child:
         self._set_epoch()
-        self._pass = self.passes
         resumed = [
-            None if each is None or each["passes"] != self.passes else each["child"]
+            None if each is None or each["passes"] != self._pass else each["child"]
             for each in self._resumed
         ]
         return Child(self._mixed, self.name, f"source {self.name!r} of minato.mix", resumed)
 
-    def first(self) -> Any:
-        """The first item of this pass here."""
+    def first(self) -> list[Any]:
+        """The first item of this pass here, if there is one."""
         self._set_epoch()  # the dataset may share it with a copy in another process, which is in another pass
-        return self.child.first()
+        self.child.first()
+        return self.child.got
 
     def begin_again(self) -> None:
-        self.at = 0
+        """Begin the pass after one that has ended."""
+        self._pass = passes = self.passes + 1
         try:
-            self.child = self._begun()
+            self.child, self.passes, self.at = self._begun(), passes, 0
         except Exception:
-            self.child.items = iter(())  # some iterators begin again where they have ended
+            self.child.end()
+            self.passes, self.at = passes, 0
             warn(
                 f"source {self.name!r} of minato.mix cannot be read a further time: the rest of it is missing"
             )
@@ -158,6 +161,7 @@ class _Source:
         for name in _COUNTED:
             setattr(self, name, state[name])
         if self.passes and self.is_live:
+            self._pass = self.passes
             self.child = self._begun()
         if state["child"] is not None:
             # Some of them may be of a later pass.
@@ -195,21 +199,17 @@ class _Items(Iterator[Any]):
             source = self._sources[i]
             child = source.child
             try:
-                item = source.first() if child.is_new else next(child.items)
-            except StopIteration:
-                self._end_pass(source)
-                continue
+                for item in source.first() if child.is_new else child.got or child.asked:
+                    # A handler of a signal runs after calls only, and until the end there is none.
+                    self._row[i] = count = source.count + 1
+                    source.at, source.count, self._at = source.at + 1, count, self._at + 1
+                    child.got = []
+                    return item
             except BaseException as error:
-                is_item = not isinstance(error, KeyboardInterrupt)
-                source.at += is_item
-                self._at += is_item
-                child.note_error()
+                is_item = child.is_of_item(error)
+                source.at, self._at = source.at + is_item, self._at + is_item
                 raise
-            source.at += 1
-            source.count += 1
-            self._at += 1
-            self._row[i] = source.count
-            return item
+            self._end_pass(source)
         self._ended = True
         raise StopIteration
 
@@ -231,19 +231,22 @@ class _Items(Iterator[Any]):
     def _end_pass(self, source: _Source) -> None:
         """A source has ended: read it again, or do what the rule says."""
         rule, self._until = self._mixed.exhausted, 0
-        source.passes += 1
+        passes = source.passes + 1
         is_empty = not source.at  # it would end again and again
-        if is_empty or source.is_exhausted:
-            source.is_live = not is_empty and rule == "repeat"
+        is_live, ended = True, False
+        if is_empty or passes >= self._mixed.passes[source.name]:
+            is_live = not is_empty and rule == "repeat"
             # What has no weight any more is not waited for.
             present = _phase_at(self._phases, self._at)
             weights = zip(*(each for _, each in self._phases[present:]), strict=True)
-            self._ended = rule == "stop" or all(
-                other.is_exhausted or not any(own)
+            ended = rule == "stop" or all(
+                other is source or other.is_exhausted or not any(own)
                 for other, own in zip(self._sources, weights, strict=True)
             )
-        if source.is_live and not self._ended:
+        if is_live and not ended:
             source.begin_again()
+        else:
+            source.passes, source.is_live, self._ended = passes, is_live, ended
 
 
 class _StatefulItems(_Items):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -129,7 +129,28 @@ class _Row(NamedTuple):
     """A row that is filled; as many were begun before as its number says."""
 
     number: int
-    pieces: list[_Piece]
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass
+class _Filling:
+    """What is packed.
+
+    Attributes:
+        space: Of each open row, with its number; ascending.
+        ready: Rows to be given.
+        begun: Number of rows that were begun.
+    """
+
+    open: dict[int, _Row] = field(default_factory=dict)
+    space: list[tuple[int, int]] = field(default_factory=list)
+    ready: list[_Row] = field(default_factory=list)
+    begun: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * 4)
+
+    def copy(self) -> _Filling:
+        """Another one to change, so that an interrupted call has changed nothing."""
+        return _Filling({**self.open}, [*self.space], [*self.ready], self.begun, [*self.counts])
 
 
 class _Rows(Iterator[Any]):
@@ -139,39 +160,45 @@ class _Rows(Iterator[Any]):
 
     def __init__(self, dataset: Packed, window: Window) -> None:
         self._dataset, self._window = dataset, window
-        self._counts = [0] * 4
         self._row = dataset.tally.row()
-        self._begun = 0
-        self._open: dict[int, _Row] = {}
-        self._space: list[tuple[int, int]] = []  # of each open row, with its number; ascending
-        self._ready: deque[_Row] = deque()
+        self._filling = _Filling()
         self._found: dict[int, Any] = {}
         self._arrays_found: dict[int, tuple[Array, ...]] = {}
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if self._loaded is not None:
-            self._read_again(self._loaded)
-            self._loaded, self._arrays_found = None, {}
-        window, ready = self._window, self._ready
-        while not ready:
-            at = window.at
+            filling = self._read_again(self._loaded)
+            self._filling, self._loaded, self._found, self._arrays_found = filling, None, {}, {}
+        window = self._window
+        while not (filling := self._filling.copy()).ready:
             try:
                 item = window.read()
             except StopIteration:
-                if not self._open:
+                if not filling.open:
                     raise
-                ready.extend(self._open.values())
-                self._open, self._space = {}, []
-            else:
-                self._add(at, self._arrays(item))
-        row = ready.popleft()
-        self._counts[_ROWS] += 1
-        self._counts[_TOKENS] += sum(piece.stop - piece.start for piece in row.pieces)
-        self._row[:] = self._counts
-        if not ready:  # until then nothing was read
-            held = (each.pieces[0].ordinal for each in self._open.values())
+                filling.ready, filling.open, filling.space = [*filling.open.values()], {}, []
+                self._filling = filling
+                continue
+            try:
+                self._add(filling, window.at, self._arrays(item))
+            except Exception:  # of the item
+                window.at, window.got = window.at + 1, []
+                raise
+            self._filling, window.at, window.got = filling, window.at + 1, []
+        row = filling.ready.pop(0)
+        filling.counts[_ROWS] += 1
+        filling.counts[_TOKENS] += _size(row)
+        if not filling.ready:  # until then nothing was read
+            held = (each.pieces[0].ordinal for each in filling.open.values())
             window.hold_from(min(held, default=window.at))
-        return self._built(row)
+        try:
+            built = self._built(row)
+        except Exception:  # of the row
+            self._filling = filling
+            raise
+        self._row[:] = filling.counts
+        self._filling = filling
+        return built
 
     def _arrays(self, item: object) -> tuple[Array, ...]:
         """The sequence of each field; TypeError, ValueError: it is none."""
@@ -198,7 +225,7 @@ class _Rows(Iterator[Any]):
             )
         return arrays
 
-    def _add(self, at: int, arrays: tuple[Array, ...]) -> None:
+    def _add(self, filling: _Filling, at: int, arrays: tuple[Array, ...]) -> None:
         length, rule, total = self._dataset.length, self._dataset.oversized, len(arrays[0])
         if total > length and rule == "raise":
             raise ValueError(
@@ -206,39 +233,38 @@ class _Rows(Iterator[Any]):
                 "'truncate' or 'drop'"
             )
         if not total or (total > length and rule == "drop"):
-            self._counts[_DROPPED] += 1
+            filling.counts[_DROPPED] += 1
             return
         if total > length and rule == "truncate":
-            self._counts[_TRUNCATED] += 1
+            filling.counts[_TRUNCATED] += 1
             total = length
         for start in range(0, total, length):
             stop = min(start + length, total)
-            self._place(_Piece(at, start, stop, tuple(array[start:stop] for array in arrays)))
+            piece = _Piece(at, start, stop, tuple(array[start:stop] for array in arrays))
+            self._place(filling, piece)
 
-    def _place(self, piece: _Piece) -> None:
-        size, space = piece.stop - piece.start, self._space
+    def _place(self, filling: _Filling, piece: _Piece) -> None:
+        size = piece.stop - piece.start
+        space, open_, ready = filling.space, filling.open, filling.ready
         i = bisect_left(space, (size, -1))
         if i < len(space):
             left, number = space.pop(i)
-            row = self._open.pop(number) if left == size else self._open[number]
+            before = open_[number].pieces
         else:
-            left, number = self._dataset.length, self._begun
-            row = _Row(number, [])
-            self._begun += 1
-            if left > size:
-                self._open[number] = row
-        row.pieces.append(piece)
+            left, number, before = self._dataset.length, filling.begun, ()
+            filling.begun += 1
+        open_[number] = _Row(number, (*before, piece))
         if left == size:
-            self._ready.append(row)
+            ready.append(open_.pop(number))
             return
         insort(space, (left - size, number))
         if len(space) > self._dataset.open_rows:
-            self._ready.append(self._open.pop(space.pop(0)[1]))
-        oldest = next(iter(self._open))
-        if oldest < self._begun - _OLDEST * self._dataset.open_rows:
-            row = self._open.pop(oldest)
+            ready.append(open_.pop(space.pop(0)[1]))
+        oldest = next(iter(open_))
+        if oldest < filling.begun - _OLDEST * self._dataset.open_rows:
+            row = open_.pop(oldest)
             space.remove((self._dataset.length - _size(row), oldest))
-            self._ready.append(row)
+            ready.append(row)
 
     def _built(self, row: _Row) -> dict[str, torch.Tensor]:
         length, pieces, values = self._dataset.length, row.pieces, {}
@@ -264,26 +290,30 @@ class _Rows(Iterator[Any]):
         values |= {"position_ids": positions, "segment_ids": segments}
         return {name: torch.from_numpy(value) for name, value in values.items()}
 
-    def _read_again(self, state: State) -> None:
+    def _read_again(self, state: State) -> _Filling:
         rows = [*state["open"], *state["ready"]]
         held = frozenset(ordinal for row in rows for ordinal, *_ in row["pieces"])
         self._window.read_again(held, self._found)
-        while self._found:  # one that raises now is left out
-            ordinal, item = self._found.popitem()
-            self._arrays_found[ordinal] = self._arrays(item)
-        for row in filter(None, map(self._row_again, state["open"])):
-            self._open[row.number] = row
-            insort(self._space, (self._dataset.length - _size(row), row.number))
-        self._ready.extend(filter(None, map(self._row_again, state["ready"])))
+        for ordinal, item in [*self._found.items()]:
+            try:
+                self._arrays_found[ordinal] = self._arrays(item)
+            except Exception:  # one that raises now is left out
+                del self._found[ordinal]
+                raise
+        rows = [*filter(None, map(self._row_again, state["open"]))]
+        space = sorted((self._dataset.length - _size(row), row.number) for row in rows)
+        ready = [*filter(None, map(self._row_again, state["ready"]))]
+        begun, counts = state["begun"], [*state["counts"]]
+        return _Filling({row.number: row for row in rows}, space, ready, begun, counts)
 
     def _row_again(self, state: State) -> _Row | None:
         """A row of the sequences that were read again; None if there are none."""
-        row = _Row(state["number"], [])
+        pieces = []
         for ordinal, start, stop in state["pieces"]:
             if ordinal in self._arrays_found:
                 some = tuple(array[start:stop] for array in self._arrays_found[ordinal])
-                row.pieces.append(_Piece(ordinal, start, stop, some))
-        return row if row.pieces else None
+                pieces.append(_Piece(ordinal, start, stop, some))
+        return _Row(state["number"], tuple(pieces)) if pieces else None
 
 
 class _StatefulRows(_Rows):
@@ -297,13 +327,14 @@ class _StatefulRows(_Rows):
         """The ordinals of the sequences in open rows, and from where to read them again."""
         if self._loaded is not None:
             return self._loaded
+        filling = self._filling
         return {
             "length": self._dataset.length,
             "fields": list(self._dataset.fields),
-            "begun": self._begun,
-            "counts": list(self._counts),
-            "open": [_row_state(row) for row in self._open.values()],
-            "ready": [_row_state(row) for row in self._ready],
+            "begun": filling.begun,
+            "counts": list(filling.counts),
+            "open": [_row_state(row) for row in filling.open.values()],
+            "ready": [_row_state(row) for row in filling.ready],
             "window": self._window.window_state(),
         }
 
@@ -319,7 +350,6 @@ class _StatefulRows(_Rows):
                 f"the state is that of rows with the fields {', '.join(state['fields'])}, and now they are "
                 f"{', '.join(self._dataset.fields)}: resume with the same fields"
             )
-        self._begun, self._counts = state["begun"], list(state["counts"])
         # A row is of any number of sequences.
         self._window.load_window(state["window"], math.inf if to_read_again(self) else 0)
         self._loaded = {**state, "window": self._window.window_state()}

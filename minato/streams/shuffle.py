@@ -79,29 +79,31 @@ class _Buffer(Iterator[Any]):
             self._order = deque(sorted(self._places))
             self._loaded, self._found = None, {}
         window, held, places = self._window, self._held, self._places
-        while len(held) < self._size:
-            at = window.at
+        while (count := len(held)) < self._size:
             try:
                 item = window.read()
             except StopIteration:
                 break
-            places[at] = len(held)
-            held.append((at, item))
-            self._order.append(at)
+            at = window.at
+            # A handler of a signal runs after calls only: from here on there is none, until all is as it must be.
+            held += ((at, item),)
+            places[at] = count
+            self._order += (at,)
+            window.at, window.got = at + 1, []
         if not held:
             raise StopIteration
         oldest = self._oldest()
-        i = self._draw(self._given) % len(held)
+        window.hold_from(oldest)
+        i = self._draw(self._given) % count
         if window.at - oldest > _OLDEST * self._size:
             i = places[oldest]
         ordinal, item = held[i]
-        last = held.pop()
-        if i < len(held):
-            held[i], places[last[0]] = last, i
-        del places[ordinal]
+        # Here, too.
+        last, _ = held[i] = held[-1]
+        places[last] = i
+        del held[-1], places[ordinal]
+        self._row[0] = count - 1
         self._given += 1
-        self._row[0] = len(held)
-        window.hold_from(self._oldest() if held else window.at)
         return item
 
     def _oldest(self) -> int:

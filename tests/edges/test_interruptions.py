@@ -7,6 +7,8 @@ The program goes on, and gets what it would have got.
 from __future__ import annotations
 
 import copy
+import dis
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -18,6 +20,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -128,11 +131,18 @@ class Interrupter:
         repeats: How often it raises at the same line.
         traced: Beginnings of the names of the files whose lines count.
         seed: Of the choice.
+        exactly: Not at lines, but where Python runs handlers of signals: behind calls, and where functions begin.
     """
 
     def __init__(
-        self, chance: float = 1.0, repeats: int = 1, traced: tuple[str, ...] = TRACED, seed: int = 0
+        self,
+        chance: float = 1.0,
+        repeats: int = 1,
+        traced: tuple[str, ...] = TRACED,
+        seed: int = 0,
+        exactly: bool = False,
     ) -> None:
+        self._event = "opcode" if exactly else "line"
         self.raised, self.where = 0, ""
         self._chance, self._repeats, self._traced = chance, repeats, traced
         self._seen: Counter[Any] = Counter()
@@ -170,8 +180,11 @@ class Interrupter:
         name = frame.f_code.co_filename
         if os.getpid() != self._pid or not name.startswith(self._traced) or name.startswith(CORE):
             return None
-        if event == "line" and self._armed:
-            at = name, frame.f_lineno, self._kind
+        frame.f_trace_opcodes = self._event == "opcode"
+        if event == self._event == "opcode" and frame.f_lasti not in handling(frame.f_code):
+            return self._trace
+        if event == self._event and self._armed:
+            at = name, frame.f_lineno, frame.f_lasti * (event == "opcode"), self._kind
             if in_finalizer(frame):
                 return self._trace
             if self._seen[at] < self._repeats and self._random.random() < self._chance:
@@ -181,6 +194,14 @@ class Interrupter:
                 self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name} ({self._kind})"
                 raise KeyboardInterrupt
         return self._trace
+
+
+@functools.cache
+def handling(code: CodeType) -> set[int]:
+    """Offsets of the instructions before which Python runs handlers of signals, but for jumps backward."""
+    names = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return {after.offset for before, after in pairs if before.opname in names}
 
 
 def in_finalizer(frame: Any) -> bool:
@@ -288,6 +309,53 @@ def test_two_interruptions_of_one_batch(options: dict[str, Any], least: int) -> 
         found += batch.tolist()
     assert interrupter.raised > 5
     assert len(set(found)) == len(found) >= least
+
+
+class Shards(minato.ShardedDataset[Any]):
+    def shards(self) -> list[str]:
+        return ["0", "10", "20"]
+
+    def iter_shard(self, name: str, state: object = None) -> Iterator[Any]:
+        return iter(range(int(name), int(name) + 10))
+
+
+def sequence_of(number: int) -> list[int]:
+    return [number] * (1 + number % 5)
+
+
+class Sequences(Shards):
+    def iter_shard(self, name: str, state: object = None) -> Iterator[Any]:
+        return map(sequence_of, super().iter_shard(name))
+
+
+NESTED: dict[str, Callable[[], IterableDataset[Any]]] = {
+    "shuffle": lambda: minato.shuffle(Shards(), 4),
+    "mix": lambda: minato.mix({"a": Shards(), "b": Shards()}, exhausted="repeat", passes=2),
+    "pack": lambda: minato.pack(Sequences(), 8, open_rows=2),
+    "nested": lambda: minato.shuffle(
+        minato.mix({"a": minato.shuffle(Shards(), 3), "b": Shards()}, passes={"a": 1, "b": 2}), 5
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_datasets_over_others_lose_no_item(kind: str) -> None:
+    """Items that an interrupted ``next()`` has read are those of the next one."""
+    streams = os.path.dirname(minato.streams.__file__)
+    interrupter = Interrupter(0.3, traced=(streams,), exactly=True)
+    expected = [*map(str, DataLoader(NESTED[kind](), SIZE))]
+    for _ in range(4):
+        iterator, found = iter(DataLoader(NESTED[kind](), SIZE)), list[str]()
+        while True:
+            try:
+                batch = interrupter.call(lambda: next(iterator, None))  # noqa: B023
+            except KeyboardInterrupt:
+                batch = next(iterator, None)
+            if batch is None:
+                break
+            found.append(str(batch))
+        assert found == expected, interrupter.where
+    assert interrupter.raised > 20
 
 
 VISITED = {"cost": measured_batches, "threads, cost": measured_batches, "stream": reading}
