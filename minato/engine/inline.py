@@ -63,6 +63,7 @@ class _Batch(Outgoing):
         occurrences: How often each of them came before in the epoch; None: none did.
         size: Number of its samples, at least 1.
         missing: Number of items that do not exist, because their reader has ended.
+        samples: Those of the items before the last error, whatever interrupts the rest.
         is_empty: Whether it is known to have no samples to return.
     """
 
@@ -77,6 +78,7 @@ class _Batch(Outgoing):
             given, self.occurrences = given.indices, given.occurrences
         self.drawn, self.given, self.first = drawn, given, first
         self.size = len(given) or 1
+        self.samples: list[Any] = []
 
 
 class _Current:
@@ -599,7 +601,7 @@ class InlineEngine(BatchSource):
 
     def _items(self, host: Host, batch: _Batch) -> tuple[list[Any], BaseException | None]:
         """The samples of a batch of items, until one raises for good; fewer if the reader ends."""
-        keys, samples = list(batch.given), list[Any]()
+        keys, samples = list(batch.given), batch.samples
         runner, number = self._runner, self._number
         fetcher: Any = self._fetcher
         while len(samples) < len(keys):
@@ -624,7 +626,7 @@ class InlineEngine(BatchSource):
                 sample, error = self._retry.give_up(
                     batch.first + failed, number, keys[failed], error
                 )
-                samples = [*samples, sample] if error is None else samples
+                batch.samples = samples = [*samples, sample] if error is None else samples
             if error is not None:
                 return samples, error
         return samples, None

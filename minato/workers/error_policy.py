@@ -289,7 +289,7 @@ class SampleRetry:
         try:
             with self.runner.instead_of(failure.epoch, failure.index, failure.occurrence):
                 return self.policy.settle(failure)
-        except BaseException as raised:  # by on_error; settle handles an Exception itself
+        except self.runner.catches as raised:  # by on_error; settle handles an Exception itself
             return None, raised
 
     def complete(

@@ -149,6 +149,7 @@ class Reader:
         self.died = False
         self.taken: list[Any] = []
         self._from = -1  # ordinal of the first taken one
+        self._error: BaseException | None = None  # of the one after them
         self._batch, self._skips = batch, skips
         self._told: int | None = None  # by the last call of set_epoch
         self._is_new = True  # nobody has asked the iterator for an item
@@ -177,7 +178,8 @@ class Reader:
             before: The ordinal after all that earlier runs have delivered.
         """
         self._items = self._stateful = None  # before the next one is made
-        self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
+        self.at, self.end, self.died, self._from = 0, None, False, -1
+        self.release()
         self.digest, self.first, self._firsts = 0, None, list[bytes]()
         self.has_jumped, self._is_new, self._start = False, True, start if resumes else None
         self._renewed: bytes | None = None  # state in which the last generator made again began
@@ -251,14 +253,17 @@ class Reader:
     def take(self, ordinals: Sequence[int], catches: Kinds = (Exception,)) -> list[Any]:
         """The items with ascending ordinals, fewer if the reader ends. Those before and between them are dropped.
 
-        A call that a signal has interrupted can be repeated. What ``next()`` raises is the error of an item if it is of
-        ``catches``; other exceptions interrupt the call. ``taken`` has the items before.
+        A call can be repeated, also one that a signal has interrupted, and then raises the same. What ``next()`` raises
+        is the error of an item if it is of ``catches``; other exceptions interrupt. ``taken`` has the items before.
         """
         first, count = ordinals[0], len(ordinals)
         if first != self._from:
-            self.taken = []
+            self.release()
             self._from = first
         taken = self.taken
+        if self._error is not None:
+            self._failed(ordinals[len(taken)])
+            raise self._error
         if taken:  # the call is repeated
             self.at = max(self.at, ordinals[len(taken) - 1] + 1)
         if self.is_torn and has_ended(self._items):
@@ -283,13 +288,21 @@ class Reader:
             try:
                 # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
                 # restarts a dataset that is its own iterator.
-                ask = self._next if self._is_new or self.on_next is not None else next
-                taken.extend(map(ask, itertools.repeat(self._items, run)))
-            except catches:
+                if self._is_new:
+                    self._first(taken)
+                else:
+                    ask = next if self.on_next is None else self._next
+                    taken.extend(map(ask, itertools.repeat(self._items, run)))
+            except catches as error:
+                self._error = error  # before any call, after which a signal is handled
+                if len(taken) == count:
+                    self._error = None  # it is a second interruption
+                    raise
                 self._saw(wanted, taken[done:])
                 if self._failed(wanted + len(taken) - done):
                     self.is_torn = False
                     raise
+                self._error = None
                 break
             if self.watches:
                 self._saw(wanted, taken[done:] if done else taken)
@@ -302,12 +315,15 @@ class Reader:
     def _next(self, items: Iterator[object]) -> object:
         if self.on_next is not None:
             self.on_next(len(self.taken))
-        if not self._is_new:
-            return next(items)
+        return next(items)
+
+    def _first(self, got: list[object]) -> None:
+        """Append the first item."""
         try:
             # A generator may ask only now which reader it is, and load a state.
             with announced_reader(), reading_again(None, self._again):
-                return next(items)
+                ask = next if self.on_next is None else self._next
+                got.extend(map(ask, itertools.repeat(self._items, 1)))
         finally:
             self._is_new, self._start = False, None
             self.forget_loaded()
@@ -377,17 +393,23 @@ class Reader:
     def _drop(self, catches: Kinds) -> None:
         if self.expected is not None:
             self._checked(self.expected)
+        at, got = self.at, list[object]()
         try:
-            item = self._next(self._items)
-        except StopIteration:
-            self._ended(self.at)
+            if self._is_new:
+                self._first(got)
+            else:
+                ask = next if self.on_next is None else self._next
+                got += map(ask, itertools.repeat(self._items, 1))
+            if got:  # at once: no call is between, after which a signal is handled
+                self.at = at + 1
         except catches:
-            if self._failed(self.at) and self.died:
+            if self._failed(at) and self.died:
                 raise
-        else:
-            if self.watches and (self.at < _FIRST_ITEMS or not self.at % _DIGEST_EVERY):
-                self._saw(self.at, [item])
-            self.at += 1
+            return
+        if not got:
+            self._ended(at)
+        elif self.watches and (at < _FIRST_ITEMS or not at % _DIGEST_EVERY):
+            self._saw(at, got)
 
     def _failed(self, ordinal: int) -> bool:
         """Go on after an item that raised; returns whether it is another than the one that raised before."""
@@ -423,9 +445,13 @@ class Reader:
         self.died, self.end, self._items = False, None, items
         return True
 
-    def fail(self, ordinal: int) -> None:
-        """End before it has begun, because ``iter()`` has raised."""
-        self.at = ordinal
+    def release(self) -> None:
+        """Drop the items that were taken, and the error: they are delivered."""
+        self.taken, self._error = [], None
+
+    def fail(self, ordinal: int, first: int = -1, error: BaseException | None = None) -> None:
+        """End before it has begun, because ``iter()`` has raised an error, which is that of the item ``first``."""
+        self.at, self._from, self._error = ordinal, first, error
         self._ended(ordinal)
 
     def _ended(self, ordinal: int) -> None:
@@ -782,7 +808,7 @@ class Host:
                 self._begin(reader, slot, epoch, first)
             except self.catches as error:
                 self._epochs[number] = slot, epoch
-                reader.fail(ordinals[-1] + 1)
+                reader.fail(ordinals[-1] + 1, first, error)
                 self._note(reader, slot)
                 return Taken([], error)
         error_ = None
@@ -908,7 +934,7 @@ class Host:
     def release(self) -> None:
         """Drop the items that were taken: they are delivered."""
         for reader in self._readers.values():
-            reader.taken = []
+            reader.release()
 
     # ---- states
 

@@ -36,9 +36,9 @@ from torch.utils.data import (
 
 import minato
 from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
-from minato.engine import measured_batches
+from minato.engine import inline, measured_batches
 from minato.sampling.epoch import Epoch
-from minato.workers import reading
+from minato.workers import error_policy, reading
 from tests.datasets import Draws, InOrder, Numbers, drain, flat, wait_until
 from tests.selection import mostly_slow
 from tests.threads import wait_for_main
@@ -295,9 +295,9 @@ class Ordinals(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("options", "least"), [({}, 500), ({"errors": POLICY}, 500), ({"readers": 4}, 0)]
 )
-def test_two_interruptions_of_one_batch(options: dict[str, Any], least: int) -> None:
+def test_interruptions_of_one_batch(options: dict[str, Any], least: int) -> None:
     """The second one may count as an error: of an item, which costs that batch, or of the dataset's ``iter()``."""
-    interrupter, found = Interrupter(repeats=2, traced=(reading.__file__,)), list[int]()
+    interrupter, found = Interrupter(repeats=3, traced=(reading.__file__,)), list[int]()
     iterator: Any = iter(DataLoader(Ordinals(), SIZE, **options))
     while True:
         try:
@@ -309,6 +309,73 @@ def test_two_interruptions_of_one_batch(options: dict[str, Any], least: int) -> 
         found += batch.tolist()
     assert interrupter.raised > 5
     assert len(set(found)) == len(found) >= least
+
+
+class Raising:
+    """An iterator whose items raise at times."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Raising:
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > LENGTH:
+            raise StopIteration
+        if self.at % 5 == 0:
+            raise ValueError(self.at)
+        return self.at
+
+
+class Raises(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return Raising()
+
+
+class Fives(Numbers):
+    """The same with indices."""
+
+    size = LENGTH
+
+    def __init__(self) -> None:
+        pass
+
+    def __getitem__(self, index: int) -> int:
+        if index % 5 == 0:
+            raise ValueError(index)
+        return index
+
+
+@pytest.mark.filterwarnings("ignore::minato.errors.MinatoWarning")
+@pytest.mark.parametrize("dataset", [Raises, Fives])
+@pytest.mark.parametrize("options", [{}, {"errors": "skip"}], ids=str)
+def test_errors_of_samples_are_what_they_are_without_interruptions(
+    dataset: Any, options: dict[str, Any]
+) -> None:
+    traced = tuple(str(module.__file__) for module in (reading, error_policy, inline))
+
+    def outcome(interrupter: Interrupter) -> list[str]:
+        iterator, found = iter(DataLoader(dataset(), SIZE, **options)), list[str]()
+        while True:
+            try:
+                try:
+                    batch = interrupter.call(lambda: next(iterator, None))
+                except KeyboardInterrupt:
+                    batch = next(iterator, None)
+            except ValueError as error:
+                found.append(str(error.args))
+                continue
+            if batch is None:
+                return found
+            found.append(str(batch))
+
+    expected = outcome(Interrupter(0.0))
+    interrupter = Interrupter(0.3, traced=traced, exactly=True)
+    for _ in range(4):
+        assert outcome(interrupter) == expected, interrupter.where
+    assert interrupter.raised > 20
 
 
 class Shards(minato.ShardedDataset[Any]):
