@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from minato._core.limits import explaining_limits
 from minato._core.segment import anonymous_file
 from minato._fork_safety import renew_in_children
 
-__all__ = ["Counters", "shared_integers"]
+__all__ = ["Counters", "SharedIntegers", "shared_integers"]
 
 _BLOCKS, _ROWS = 65, 64
 """A row for the training process and one for each of the 4096 workers that a loader may have; most blocks are never
@@ -45,6 +46,43 @@ def shared_integers(*shape: int) -> torch.Tensor:
     return flat.view(shape)
 
 
+class SharedIntegers:
+    """Zeros at first, in memory that children of multiprocessing share; other pickles have what is not 0.
+
+    Attributes:
+        array: The memory, which is quicker than a tensor.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self._open(shared_integers(*shape))
+
+    def _open(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.array = tensor, tensor.numpy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        places = self.array.nonzero()
+        return _copied, (self.array.shape, places, self.array[places])
+
+
+def _copied(shape: tuple[int, ...], places: Any, numbers: np.ndarray) -> SharedIntegers:
+    found = SharedIntegers(*shape)
+    found.array[places] = numbers
+    return found
+
+
+def _for_child(integers: SharedIntegers) -> tuple[Any, ...]:
+    return _arrived, (integers._tensor,)
+
+
+def _arrived(tensor: torch.Tensor) -> SharedIntegers:
+    found = SharedIntegers.__new__(SharedIntegers)
+    found._open(tensor)
+    return found
+
+
+ForkingPickler.register(SharedIntegers, _for_child)
+
+
 class Counters:
     """Named counters that forked and started children share; each process increments its own lane of a row.
 
@@ -53,8 +91,8 @@ class Counters:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._counts = shared_integers(_BLOCKS, _ROWS, _LANES, 1 + len(names))
-        self._used = shared_integers(_BLOCKS)
+        self._counts = SharedIntegers(_BLOCKS, _ROWS, _LANES, 1 + len(names))
+        self._used = SharedIntegers(_BLOCKS)
         self._open()
 
     def __fingerprint__(self) -> None:
@@ -74,7 +112,7 @@ class Counters:
     def _open(self) -> None:
         self._renew()
         renew_in_children(self, Counters._renew)
-        self._rows, self._marks = self._counts.numpy(), self._used.numpy()  # quicker than tensors
+        self._rows, self._marks = self._counts.array, self._used.array
 
     def _renew(self) -> None:
         self._lock = threading.Lock()

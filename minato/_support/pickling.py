@@ -93,7 +93,7 @@ _ADVICE = (
 _TORCH_REDUCTIONS = "torch.multiprocessing.reductions"
 _KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
 """Whether arrays from torch's workers stay read-only, permuted, and in their byte order: from Python 3.14 on."""
-_KNOWN_REDUCERS = ("multiprocessing", "torch")
+_KNOWN_REDUCERS = ("minato", "multiprocessing", "torch")
 """Packages whose reducers need no own pickle for each child, or say so by an exception."""
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KNOWN_TYPES = {np.dtype(np.dtype(code).str).num for code in np.typecodes["All"]}

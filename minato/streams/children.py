@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._compat import applies_state_later, forget_loaded_state, state_is_inexact
 from minato._core import mix_seed, now_ns
-from minato._support.counters import shared_integers
+from minato._support.counters import SharedIntegers
 from minato._support.items import (
     ERRORS,
     announced_reader,
@@ -64,7 +64,7 @@ class Tally:
     """Whole numbers of each reader, in memory that copies of a dataset in other processes share."""
 
     def __init__(self, columns: int) -> None:
-        self._rows = shared_integers(_MOST_READERS, columns)
+        self._rows = SharedIntegers(_MOST_READERS, columns)
 
     def __deepcopy__(self, memo: object) -> Tally:
         return self
@@ -74,13 +74,13 @@ class Tally:
 
     def row(self) -> np.ndarray:
         """The numbers of the reader that asks, which begin with 0, and which it alone writes."""
-        row: np.ndarray = self._rows[_reader() % _MOST_READERS].numpy()
+        row: np.ndarray = self._rows.array[_reader() % _MOST_READERS]
         row[:] = 0
         return row
 
     def totals(self) -> list[int]:
         """The sums over all readers."""
-        totals: list[int] = self._rows.sum(0).tolist()
+        totals: list[int] = self._rows.array.sum(0).tolist()
         return totals
 
 
