@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 
 from minato._support.counters import Counters
+from minato._support.threads import pause
 from minato._support.values import integer_of, message_of, number_of, short, text_of, type_name
 from minato._system import available_cores, rank_and_ranks
 from minato.checks import (
@@ -645,11 +646,11 @@ class Retry:
             try:
                 return read()
             except Exception as error:
-                if not is_transient(error) or (pause_s := next(pauses, None)) is None:
+                pause_s = next(pauses, None) if is_transient(error) else None
+                if pause_s is None or not pause(pause_s):
                     raise
             if counters is not None:
                 counters.add(retries=1)
-            time.sleep(pause_s)
 
 
 _jitter = random.SystemRandom()  # without a state, which all forked workers would share

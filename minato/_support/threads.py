@@ -1,4 +1,4 @@
-"""Starting threads; which run; what runs when the process ends; whether the interpreter exits, which ends threads."""
+"""Starting threads; which run; how they pause; what runs when the process ends; whether the interpreter exits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import errno
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ __all__ = [
     "exiting",
     "if_alive",
     "living",
+    "pause",
+    "set_is_over",
     "start_thread",
     "threads_are_real",
 ]
@@ -113,6 +116,34 @@ def _begin_exit() -> None:
 def exiting() -> bool:
     """Whether the interpreter is exiting."""
     return _exit_began
+
+
+class _ThisThread(threading.local):
+    is_over: Callable[[], bool] | None = None
+
+
+_this_thread = _ThisThread()
+_LOOK_S = 0.05
+
+
+def set_is_over(is_over: Callable[[], bool]) -> None:
+    """Have this thread pause no longer once a function returns True: nobody waits for what it reads."""
+    _this_thread.is_over = is_over
+
+
+def pause(seconds: float) -> bool:
+    """Sleep before another attempt; False: there is to be none."""
+    is_over = _this_thread.is_over
+    if is_over is None:
+        time.sleep(seconds)
+        return True
+    end = time.monotonic() + seconds
+    while not is_over():
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return True
+        time.sleep(min(left_s, _LOOK_S))
+    return False
 
 
 def if_alive(

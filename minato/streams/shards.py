@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypedDict, TypeVar
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._support.counters import Counters
 from minato._support.items import has_ended, resumed_states, set_skipping
+from minato._support.threads import pause
 from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
 from minato.errors import add_note, causes, is_lost_connection, warn
@@ -216,11 +216,10 @@ class ShardIterator(Iterator[T]):
         pauses, self._pauses = self._pauses or dataset.retry.pauses(), None
         pause_s = next(pauses, None)
         self._pauses = pauses
-        if pause_s is None:
+        if pause_s is None or not pause(pause_s):
             return False
         if dataset.counters is not None:
             dataset.counters.add(retries=1)
-        time.sleep(pause_s)
         return True
 
     def _has_died(self, items: Iterator[T], count: int) -> bool:

@@ -18,7 +18,7 @@ from minato._compat import close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
 from minato._fork_safety import check_owner, forget_in_children, signals_deferred, starting_worker
 from minato._support.pickling import holding_descriptors, is_unguarded, named_as_worker
-from minato._support.threads import exiting, living, start_thread
+from minato._support.threads import exiting, living, set_is_over, start_thread
 from minato._system import CpuUsage, process_usage, thread_usage
 from minato.batching.blobs import ErrorTransport, wrapped
 from minato.errors import CLOSED, unguarded_error, warn
@@ -321,7 +321,8 @@ class ThreadPool(WorkerPool):
 
     def make_worker(self, number: int) -> Worker:
         """Make worker ``number``, in its thread."""
-        plan = self.context.plan
+        plan, ledger = self.context.plan, self.state.worker_ledger(number)
+        set_is_over(lambda: ledger.stopping)
         host = host_of(plan, number, self.state)
         if host is not None and host.has_readers:
             failure = initialise(plan, number, host)
@@ -329,7 +330,6 @@ class ThreadPool(WorkerPool):
             with announced(*plan.identity(number), plan.base_seed, plan.pipeline.given):
                 failure = initialise(plan, number, host)
         errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
-        ledger = self.state.worker_ledger(number)
         return self.context.worker(ledger, self.state, errors, failure, host=host)
 
     def leave(self) -> None:
@@ -438,10 +438,11 @@ class MainReader:
 
     def _make_worker(self) -> ReadingWorker:
         plan, state, number = self._context.plan, self._state, self._number
+        ledger = state.worker_ledger(number)
+        set_is_over(lambda: ledger.stopping)
         host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
         host.make_readers()
         transport = ErrorTransport((BaseException,), wrapped("reader thread"))
-        ledger = state.worker_ledger(number)
         worker = self._context.worker(ledger, state, transport, host=host, kind=ReadingWorker)
         return cast(ReadingWorker, worker)
 

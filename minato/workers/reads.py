@@ -23,7 +23,7 @@ from typing import Any
 from minato._core import Histogram, now_ns
 from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
-from minato._support.threads import living, start_thread
+from minato._support.threads import living, set_is_over, start_thread
 from minato._support.values import text_of
 from minato.options import FetchOptions
 from minato.transforms.rng import SampleRandomness, enter_task
@@ -171,7 +171,7 @@ class ThreadReads(Reads):
         self._asked: SimpleQueue[Read | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._reading: dict[threading.Thread, Read] = {}
-        self._closed = False
+        self.is_closed = False
         weakref.finalize(self, _end_threads, self._asked, self._threads).atexit = False
 
     def submit(self, read: Read) -> None:
@@ -190,7 +190,7 @@ class ThreadReads(Reads):
 
     def perform(self, read: Read) -> bool:
         """Read, in a thread; False if the thread is to end."""
-        if self._closed:
+        if self.is_closed:
             return False
         self._reading[threading.current_thread()] = read
         read.started_ns = now_ns()
@@ -205,7 +205,7 @@ class ThreadReads(Reads):
 
     def close(self) -> None:
         # It waits for those that are not answered alone.
-        self._closed = True
+        self.is_closed = True
         _end_threads(self._asked, self._threads)
         deadline_ns = now_ns() + int(_GRACE_S * 1e9)
         for thread in self._threads:
@@ -215,6 +215,7 @@ class ThreadReads(Reads):
 
 
 def _read_in_thread(reference: weakref.ref[ThreadReads], asked: SimpleQueue[Read | None]) -> None:
+    set_is_over(lambda: (reads := reference()) is None or reads.is_closed)
     while (read := asked.get()) is not None:
         reads = reference()
         if reads is None or not reads.perform(read):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ import minato
 from minato import DataLoader, MinatoWarning, ShardedDataset
 from minato._support.items import set_resumed
 from minato.options import Retry
+from minato.sources.base import KeyedSource
 from minato.streams.shards import ShardIterator
-from tests.datasets import ORDERS
+from tests.datasets import ORDERS, wait_until
 from tests.selection import mostly_slow, sweep
 from tests.streams.streams import in_runs, interrupted, numbers, resumed, saved
 from tests.streams.test_resume import workers_of
@@ -662,7 +664,7 @@ def test_interruptions_lose_no_item(
     items = iter(dataset)
     assert [*itertools.islice(items, 3)] == [0, 1, 2]
     with monkeypatch.context() as patch:
-        patch.setattr("minato.streams.shards.time.sleep", interrupt)
+        patch.setattr("minato._support.threads.time.sleep", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(items)
     for state in [*states, saved(items)]:
@@ -690,3 +692,52 @@ def test_a_connection_that_stays_lost_where_items_come_again_is_the_error() -> N
         iter(dataset).load_state_dict(saved(items))
     with pytest.raises(ConnectionResetError, match="lost"):
         iter(dataset).skip(5)
+
+
+PAUSES = Retry(1000, first_s=1000, longest_s=1000, deadline_s=1e9)
+
+
+class Lost(ShardedDataset[int]):
+    """Its shards cannot be read, and say so."""
+
+    def __init__(self) -> None:
+        super().__init__(retry=PAUSES)
+        self.asked = threading.Event()
+
+    def __deepcopy__(self, memo: object) -> Lost:
+        return self
+
+    def shards(self) -> list[str]:
+        return ["a", "b"]
+
+    def iter_shard(self, name: str, state: object = None) -> Iterator[int]:
+        self.asked.set()
+        raise ConnectionResetError
+
+
+class LostKeys(KeyedSource):
+    """As ``Lost``, with keys."""
+
+    def __init__(self) -> None:
+        super().__init__(range(9), retry=PAUSES)
+        self.asked = threading.Event()
+
+    def list_keys(self) -> Sequence[int]:
+        raise NotImplementedError
+
+    def read_value(self, key: int) -> int:
+        self.asked.set()
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Lost, {}), (LostKeys, {}), (LostKeys, {"fetch_concurrency": 2})], ids=str
+)
+def test_threads_that_pause_end_with_their_loader(kind: Any, options: dict[str, Any]) -> None:
+    dataset = kind()
+    loader = DataLoader(dataset, 2, num_workers=2, workers="thread", **options)
+    iterator = iter(loader)
+    assert dataset.asked.wait(60)
+    loader.close()
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("minato-")])
+    del iterator
