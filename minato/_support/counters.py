@@ -64,7 +64,9 @@ class SharedIntegers:
         return _copied, (self.array.shape, places, self.array[places])
 
 
-def _copied(shape: tuple[int, ...], places: Any, numbers: np.ndarray) -> SharedIntegers:
+def _copied(
+    shape: tuple[int, ...], places: tuple[np.ndarray, ...], numbers: np.ndarray
+) -> SharedIntegers:
     found = SharedIntegers(*shape)
     found.array[places] = numbers
     return found

@@ -209,8 +209,8 @@ class Child:
             with self._at_generators(self._outer.kept()):
                 self._generators = self._outer.to_plain()
 
-    def _read(self, items: Any) -> None:
-        self.items = items
+    def _read(self, items: Iterator[object]) -> None:
+        self.items: Any = items
         # Not itself: to iterate it would call iter() again, which restarts a dataset that is its own iterator.
         self.asked = map(next, repeat(items))
 

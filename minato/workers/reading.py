@@ -286,13 +286,7 @@ class Reader:
             if self._is_new:
                 run = 1
             try:
-                # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
-                # restarts a dataset that is its own iterator.
-                if self._is_new:
-                    self._first(taken)
-                else:
-                    ask = next if self.on_next is None else self._next
-                    taken.extend(map(ask, itertools.repeat(self._items, run)))
+                self._ask(taken, run)
             except catches as error:
                 self._error = error  # before any call, after which a signal is handled
                 if len(taken) == count:
@@ -317,13 +311,19 @@ class Reader:
             self.on_next(len(self.taken))
         return next(items)
 
-    def _first(self, got: list[object]) -> None:
-        """Append the first item."""
+    def _ask(self, got: list[object], count: int) -> None:
+        """Append the next items in one step: a signal is handled before it or after it."""
+        # Not islice(), which calls iter() again: that restarts a dataset that is its own iterator.
+        asked = map(
+            next if self.on_next is None else self._next, itertools.repeat(self._items, count)
+        )
+        if not self._is_new:
+            got += asked
+            return
         try:
             # A generator may ask only now which reader it is, and load a state.
             with announced_reader(), reading_again(None, self._again):
-                ask = next if self.on_next is None else self._next
-                got.extend(map(ask, itertools.repeat(self._items, 1)))
+                got += asked
         finally:
             self._is_new, self._start = False, None
             self.forget_loaded()
@@ -395,11 +395,7 @@ class Reader:
             self._checked(self.expected)
         at, got = self.at, list[object]()
         try:
-            if self._is_new:
-                self._first(got)
-            else:
-                ask = next if self.on_next is None else self._next
-                got += map(ask, itertools.repeat(self._items, 1))
+            self._ask(got, 1)
             if got:  # at once: no call is between, after which a signal is handled
                 self.at = at + 1
         except catches:

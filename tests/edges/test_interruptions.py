@@ -244,24 +244,12 @@ def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30
     return found
 
 
-def check(
-    make: Callable[[], DataLoader[Any]], interrupter: Interrupter, most: int, loses: bool = False
-) -> None:
-    """Iterate with interruptions, until all lines are done or ``most`` epochs are over.
-
-    Args:
-        loses: Each interruption may lose a batch: a stream in the main process does not yield it again.
-    """
+def check(make: Callable[[], DataLoader[Any]], interrupter: Interrupter, most: int) -> None:
+    """Iterate with interruptions, until all lines are done or ``most`` epochs are over."""
     loader = make()
     for _ in range(most):
         raised = interrupter.raised
-        found = epoch(loader, interrupter)
-        if loses:
-            lost = Counter(range(LENGTH)) - found
-            assert not found - Counter(range(LENGTH)), interrupter.where
-            assert lost.total() <= SIZE * (interrupter.raised - raised), interrupter.where
-        else:
-            assert found == Counter(range(LENGTH)), interrupter.where
+        assert epoch(loader, interrupter) == Counter(range(LENGTH)), interrupter.where
         assert loader.coverage().complete, interrupter.where
         if interrupter.raised == raised:
             break
@@ -283,7 +271,7 @@ def nothing_is_left() -> Iterator[None]:
 def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
     interrupter = Interrupter(chance)
     most = epochs if kind != "processes" else epochs // 3 + 1
-    check(KINDS[kind], interrupter, most, kind == "stream")
+    check(KINDS[kind], interrupter, most)
     assert interrupter.raised > least
 
 
@@ -434,7 +422,7 @@ VISITED = {"cost": measured_batches, "threads, cost": measured_batches, "stream"
 def test_any_visit_of_a_line(kind: str, epochs: int) -> None:
     interrupter = Interrupter(0.02, 1 << 30, (str(VISITED[kind].__file__),))
     for _ in range(epochs // 5 if "threads" in kind else epochs):
-        check(KINDS[kind], interrupter, 1, kind == "stream")
+        check(KINDS[kind], interrupter, 1)
     assert interrupter.raised > epochs
 
 
