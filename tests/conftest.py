@@ -119,6 +119,15 @@ def _one_of_each(names: Iterable[str]) -> set[str]:
     return {min(those, key=lambda name: zlib.crc32(name.encode())) for those in cases.values()}
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # hundreds of modules are imported, none of which is garbage
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     # What was imported is no garbage. Tests ask for many collections, which need not look through it.
     gc.collect()
@@ -174,8 +183,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def trimmed() -> Iterator[None]:
-    """Later tests fork without the pages that the tests of a module have used."""
+    """Later tests fork without the pages that the tests of a module have used; collections pass over what is left."""
     yield
+    gc.collect()
+    gc.freeze()
     memory.trim()
 
 

@@ -22,7 +22,7 @@ from tests.datasets import flat, indices, tally
 from tests.pairwise import pairwise
 
 COUNT, BATCH, EPOCHS, SEED = 42, 5, 2, 11
-LONGEST_S = 0.008
+LONGEST_S = 0.004
 FAILS = 0.1
 CHANCE = random.SystemRandom()
 """Different in every run and every process, so nothing can be the same by chance."""

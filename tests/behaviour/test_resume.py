@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
 from torch.utils import data
 
 from minato import DataLoader
@@ -853,9 +852,12 @@ def test_the_same_as_torchdatas_loader() -> None:
     assert run("stateful.py", timeout_s=230) == "90\n"
 
 
+@pytest.mark.large
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable:UserWarning")
 @pytest.mark.parametrize("batches", [0, 3, None])
 def test_a_loader_in_a_checkpoint_of_torch_distributed(batches: int | None, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+
     def loader() -> Any:
         return make(shuffle=True, generator=torch.Generator().manual_seed(3))
 

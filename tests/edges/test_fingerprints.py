@@ -232,37 +232,9 @@ def test_another_module_is_another_key(name: str, tmp_path: Path) -> None:
 
 
 SAME = """
-import builtins, sys
+import builtins, multiprocessing, sys
 sys.path.insert(0, sys.argv[1])
 builtins.minato_k = 2
-from minato._support.hashes import fingerprint
-import programs
-for name, make in programs.MAKERS.items():
-    print(name, fingerprint(make()).hex())
-"""
-
-
-def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [HEAD, "MAKERS = {}\n"]
-    for name, text in [*BODIES.items(), *STATES.items()]:
-        # Each in a scope of its own: the names repeat.
-        inner = "\n".join(f"    {line}" for line in f"{text}\nreturn make".splitlines())
-        parts.append(f"def scope():\n{inner}\nMAKERS[{name!r}] = scope()\n")
-    (tmp_path / "programs.py").write_text("".join(parts))
-    # This process has another seed of str hashes, too: only one more is needed.
-    there = output("-c", SAME, tmp_path, cwd=tmp_path, PYTHONHASHSEED="1")
-    builtins.minato_k = 2  # type: ignore[attr-defined]
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    makers = importlib.import_module("programs").MAKERS
-    here = [f"{name} {fingerprint(make()).hex()}" for name, make in makers.items()]
-    del sys.modules["programs"]
-    assert len(here) == len({**BODIES, **STATES})
-    assert here == there.splitlines()
-
-
-SPAWNED = """
-import multiprocessing
 from minato._support.hashes import fingerprint, index_hash
 
 class Samples:
@@ -282,12 +254,32 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=tell)
     child.start()
     child.join()
+    import programs
+    for name, make in programs.MAKERS.items():
+        print(name, fingerprint(make()).hex())
 """
 
 
-def test_a_spawned_process_has_the_keys_of_its_script(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SPAWNED)
-    here, there = output(tmp_path / "script.py").splitlines()
+def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is defined in a script, of which a spawned child has a copy."""
+    parts = [HEAD, "MAKERS = {}\n"]
+    for name, text in [*BODIES.items(), *STATES.items()]:
+        # Each in a scope of its own: the names repeat.
+        inner = "\n".join(f"    {line}" for line in f"{text}\nreturn make".splitlines())
+        parts.append(f"def scope():\n{inner}\nMAKERS[{name!r}] = scope()\n")
+    (tmp_path / "programs.py").write_text("".join(parts))
+    (tmp_path / "script.py").write_text(SAME)
+    # This process has another seed of str hashes, too: only one more is needed.
+    told = output(tmp_path / "script.py", tmp_path, cwd=tmp_path, PYTHONHASHSEED="1")
+    script, spawned, *there = told.splitlines()
+    assert script == spawned
+    builtins.minato_k = 2  # type: ignore[attr-defined]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    makers = importlib.import_module("programs").MAKERS
+    here = [f"{name} {fingerprint(make()).hex()}" for name, make in makers.items()]
+    del sys.modules["programs"]
+    assert len(here) == len({**BODIES, **STATES})
     assert here == there
 
 

@@ -177,23 +177,35 @@ class Interrupter:
         self._armed = False
 
     def _trace(self, frame: Any, event: str, argument: object) -> Any:
+        if os.getpid() != self._pid:
+            sys.settrace(None)  # a worker
+            return None
         name = frame.f_code.co_filename
-        if os.getpid() != self._pid or not name.startswith(self._traced) or name.startswith(CORE):
+        if not name.startswith(self._traced) or name.startswith(CORE):
             return None
         frame.f_trace_opcodes = self._event == "opcode"
-        if event == self._event == "opcode" and frame.f_lasti not in handling(frame.f_code):
-            return self._trace
+        return self._line
+
+    def _line(self, frame: Any, event: str, argument: object) -> Any:
+        """Most of a test's time goes by here: what is rarely true comes first."""
         if event == self._event and self._armed:
-            at = name, frame.f_lineno, frame.f_lasti * (event == "opcode"), self._kind
-            if in_finalizer(frame):
-                return self._trace
-            if self._seen[at] < self._repeats and self._random.random() < self._chance:
+            is_exact = event == "opcode"
+            if is_exact and frame.f_lasti not in handling(frame.f_code):
+                return self._line
+            name, line = frame.f_code.co_filename, frame.f_lineno
+            at = name, line, frame.f_lasti * is_exact, self._kind
+            if (
+                self._seen.get(at, 0) < self._repeats
+                and self._random.random() < self._chance
+                and os.getpid() == self._pid
+                and not in_finalizer(frame)
+            ):
                 self._seen[at] += 1
                 self._armed = False
                 self.raised += 1
-                self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name} ({self._kind})"
+                self.where = f"{name}:{line} in {frame.f_code.co_name} ({self._kind})"
                 raise KeyboardInterrupt
-        return self._trace
+        return self._line
 
 
 @functools.cache

@@ -27,13 +27,13 @@ class AtLines(Interrupter):
     Python handles no signal between the end of a block and the release of its lock, and reports a line there.
     """
 
-    def _trace(self, frame: Any, event: str, argument: object) -> Any:
+    def _line(self, frame: Any, event: str, argument: object) -> Any:
         name = frame.f_code.co_filename
         if _fork_safety._deferred or name == _fork_safety.__file__:
-            return self._trace
+            return self._line
         if linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
-            return self._trace
-        return super()._trace(frame, event, argument)
+            return self._line
+        return super()._line(frame, event, argument)
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])

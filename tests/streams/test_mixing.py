@@ -332,7 +332,7 @@ def test_shards_may_join_below() -> None:
 @pytest.mark.parametrize("seed", mostly_slow([0, 2]))
 def test_a_reader_that_has_ended_in_an_earlier_pass_than_others_is_resumed(seed: int) -> None:
     def make() -> Any:
-        sources = {"web": ShardedSequences(20, WEB), "code": ShardedSequences(20, CODE)}
+        sources = {"web": ShardedSequences(8, WEB), "code": ShardedSequences(8, CODE)}
         mixed = minato.mix(sources, exhausted="repeat", seed=seed)
         return DataLoader(mixed, 1, readers=4, collate_fn=lambda samples: int(samples[0][0]))
 
