@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import operator
 import random
@@ -25,7 +24,7 @@ from tests.behaviour.test_resume import Counting
 from tests.datasets import Draws, Numbers, indices
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
-from tests.streams.streams import STREAMS, DatasetState, EpochState, Split, plain
+from tests.streams.streams import STREAMS, DatasetState, EpochState, Split, plain, resumed, saved
 
 SIZE, BATCH = 16, 4
 
@@ -139,11 +138,6 @@ def begun(loader: Any) -> Any:
     return iterator
 
 
-def resumed(loader: Any, state: Any) -> Any:
-    loader.load_state_dict(json.loads(json.dumps(state)))
-    return loader
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("number", [0, 1, 7])
 def test_set_epoch_after_a_finished_epoch_chooses_the_next(number: int, shuffle: bool) -> None:
@@ -151,7 +145,7 @@ def test_set_epoch_after_a_finished_epoch_chooses_the_next(number: int, shuffle:
     drawn(loader)
     state = loader.state_dict()
     for target in (loader, seeded(shuffle=shuffle)):
-        resumed(target, state).set_epoch(number)
+        resumed(state, target).set_epoch(number)
         assert target.state_dict() != state or number == 1
         assert drawn(target) == epoch_alone(number, shuffle)
         assert target.coverage().epoch == number
@@ -159,7 +153,7 @@ def test_set_epoch_after_a_finished_epoch_chooses_the_next(number: int, shuffle:
     by_sampler = seeded(shuffle=True)
     drawn(by_sampler)
     drawn(by_sampler)
-    again = resumed(seeded(shuffle=True), by_sampler.state_dict())
+    again = resumed(saved(by_sampler), seeded(shuffle=True))
     again.sampler.set_epoch(number)
     # The number that the sampler has already is no choice.
     assert drawn(again) == epoch_alone(2 if number == 1 else number, shuffle=True)
@@ -182,7 +176,7 @@ def test_a_state_in_mid_epoch_goes_before_set_epoch(own: Any, before: bool) -> N
     other = make()
     if before:
         other.set_epoch(2)
-    resumed(other, state)
+    resumed(state, other)
     if not before:
         other.set_epoch(2)
     assert other.coverage()[:1] == (5,)
@@ -205,19 +199,19 @@ def test_a_state_after_set_epoch_names_the_epoch_that_runs(workers: int) -> None
     ended = loader.state_dict()
     assert drawn(loader) == epoch_alone(7, shuffle=True)
     for taken, expected in ((state, rest), (ended, epoch_alone(7, shuffle=True))):
-        assert drawn(resumed(seeded(shuffle=True), taken)) == expected
+        assert drawn(resumed(taken, seeded(shuffle=True))) == expected
 
 
 def test_reproduce_after_a_load_is_about_the_epoch_of_the_state() -> None:
     loader = DataLoader(Draws(SIZE), BATCH)
     drawn(loader)
     iterator = begun(loader)
-    other = resumed(DataLoader(Draws(SIZE), BATCH), loader.state_dict())
+    other = resumed(saved(loader), DataLoader(Draws(SIZE), BATCH))
     sample = next(iterator)
     assert other.reproduce(BATCH + 1)[1:] == pytest.approx([part[1].item() for part in sample][1:])
     drawn(iterator)
     with pytest.raises(ValueError, match="seed"):
-        resumed(other, loader.state_dict()).reproduce(1)
+        resumed(saved(loader), other).reproduce(1)
 
 
 # ---- states of samplers whose length depends on the epoch --------------------------------------
@@ -267,8 +261,8 @@ def test_lengths_that_depend_on_the_epoch_are_resumed(make: Any) -> None:
         other = make()
         if getattr(other.sampler, "says", True) is False:
             other.set_epoch(epoch)  # a state cannot hold what the sampler does not say
-        assert indices(resumed(other, state)) == rest
-        resumed(other, loader.state_dict())
+        assert indices(resumed(state, other)) == rest
+        resumed(saved(loader), other)
         other.set_epoch(epoch + 1)
         loader.set_epoch(epoch + 1)
         assert indices(other) == indices(loader)
@@ -542,7 +536,7 @@ def test_an_epoch_is_the_same_whenever_it_is_chosen(kind: Any, host: str) -> Non
             for _ in range(before):
                 list(loader)
             if loaded is not None:
-                resumed(loader, loaded)
+                resumed(loaded, loader)
             if stop is None:
                 loader.set_epoch(number)
             iterator = iter(loader)
@@ -556,6 +550,6 @@ def test_an_epoch_is_the_same_whenever_it_is_chosen(kind: Any, host: str) -> Non
             following = plain_batches(loader)
             expected = expected or (rest, following)
             assert (first + rest, following) == expected
-            other = resumed(make(), state)
+            other = resumed(state, make())
             assert (plain_batches(other), other.coverage().epoch) == (rest, number)
             assert plain_batches(other) == following

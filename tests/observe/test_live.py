@@ -363,8 +363,13 @@ def test_what_is_not_measured_cannot_be_shown() -> None:
         loader_of(observe=False).live()
 
 
-def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> None:
-    with (loader := minato.DataLoader(Stream(8), 2)).live() as view:
+@pytest.mark.parametrize(
+    ("dataset", "batch"), [(Stream(8), 2), (Numbers(8), minato.CostBatches(2, lambda sample: 1))]
+)
+def test_streams_and_batches_by_cost_have_no_end_to_foretell(
+    dataset: Any, batch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (loader := minato.DataLoader(dataset, batch)).live() as view:
         batches = iter(loader)
         next(batches)
         assert view.rows()
@@ -384,16 +389,6 @@ def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
             loader.load_state_dict(loader.state_dict())
             list(batch)
             assert view.rows() == []
-
-
-def test_batches_by_cost_have_no_end_to_foretell() -> None:
-    loader = minato.DataLoader(Numbers(8), minato.CostBatches(3, lambda sample: 1))
-    with loader.live() as view:
-        batches = iter(loader)
-        next(batches)
-        assert view.rows()
-        assert (view.epoch.length, view.epoch.batches) == (None, 1)
-        list(batches)
 
 
 def test_epochs_of_one_number_are_told_apart() -> None:

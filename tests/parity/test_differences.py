@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 import minato
-from tests.datasets import Journal, Numbers, wait_until, worker_number
+from tests.behaviour.test_order import WaitsForOthers
+from tests.datasets import Numbers, worker_number
 from tests.parity.harness import TorchLoader
 from tests.parity.material import BadSample, Tensors
 
@@ -26,7 +27,7 @@ def test_readiness_order_mixes_batches() -> None:
     whole = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
     def batches(make: Any, **own: Any) -> list[list[int]]:
-        return [batch.tolist() for batch in make(Head(8, 3), **arguments, **own)]
+        return [batch.tolist() for batch in make(WaitsForOthers(8, 4), **arguments, **own)]
 
     assert sorted(batches(TorchLoader)) == whole
     mixed = batches(minato.DataLoader)
@@ -35,21 +36,7 @@ def test_readiness_order_mixes_batches() -> None:
     assert sorted(batches(minato.DataLoader, order="batch")) == whole
 
 
-class Head(Journal):
-    """The first sample takes until so many others were begun."""
-
-    def __init__(self, size: int, others: int) -> None:
-        super().__init__(size)
-        self.others = others
-
-    def __getitem__(self, index: int) -> int:
-        super().__getitem__(index)
-        if index == 0:
-            wait_until(lambda: len(self.begun()) > self.others)
-        return index
-
-
-class Busy(Head):
+class Busy(WaitsForOthers):
     """Who loads a sample."""
 
     def __getitem__(self, index: int) -> int:
@@ -58,12 +45,12 @@ class Busy(Head):
 
 
 def test_who_is_free_takes_the_next_sample() -> None:
-    def workers(make: Any, others: int = 0, **own: Any) -> list[int]:
+    def workers(make: Any, others: int = 1, **own: Any) -> list[int]:
         return [*make(Busy(12, others), None, num_workers=2, **own)]
 
     alternating = [0, 1] * 6
     assert workers(TorchLoader) == alternating
-    assert sorted(workers(minato.DataLoader, others=8)) != sorted(alternating)
+    assert sorted(workers(minato.DataLoader, others=9)) != sorted(alternating)
     assert workers(minato.DataLoader, compat="torch") == alternating
 
 

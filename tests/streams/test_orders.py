@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -32,6 +31,7 @@ from tests.datasets import ORDERS, Parts, drain, three_draws
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.streams.streams import Dying, IteratorState, Split, numbers
+from tests.workers.test_concurrent_reads import MakesGenerator
 
 SIZE, BATCH, READERS = 45, 4, 3
 PARTS = [9, 15, 21]  # of the readers
@@ -213,14 +213,6 @@ def counted(item: list[int]) -> list[int]:
 class DrawsLate:
     def __call__(self, item: list[int]) -> Any:
         return [*item, random.random() if item[0] == 50 else 0]
-
-
-class MakesGenerator:
-    drawn: np.random.Generator | None = None
-
-    def __call__(self, item: list[int]) -> Any:
-        self.drawn = self.drawn or np.random.default_rng()
-        return [*item, self.drawn.random()]
 
 
 class RaisesOnce:

@@ -466,10 +466,13 @@ class SkippingCursor:
         self.at += n
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_items_behind_a_batch_that_raised_are_passed_over_once(num_workers: int) -> None:
+@pytest.mark.parametrize(("readers", "num_workers"), [(1, 0), (1, 2), (None, 0)])
+def test_items_behind_a_batch_that_raised_are_passed_over_once(
+    readers: int | None, num_workers: int
+) -> None:
     first, *others = (
-        DataLoader(Skips(SIZE), 8, readers=1, num_workers=each) for each in (num_workers, 0, 1)
+        DataLoader(Skips(SIZE), 8, readers=readers, num_workers=each)
+        for each in ((num_workers, 0, 1) if readers else (0, 0))
     )
     batches = iter(first)
     with pytest.raises(KeyError):
@@ -477,15 +480,6 @@ def test_items_behind_a_batch_that_raised_are_passed_over_once(num_workers: int)
     assert numbers([next(batches)]) == [*range(4, 12)]
     for later in others:
         assert numbers(resumed(saved(first), later)) == [*range(12, SIZE)]
-
-
-def test_items_behind_a_batch_that_raised_are_passed_over_once_without_readers() -> None:
-    first, later = (DataLoader(Skips(SIZE), 8) for _ in range(2))
-    batches = iter(first)
-    with pytest.raises(KeyError):
-        next(batches)
-    assert numbers([next(batches)]) == [*range(4, 12)]
-    assert numbers(resumed(saved(first), later)) == [*range(12, SIZE)]
 
 
 class Interrupting:
