@@ -543,6 +543,7 @@ def preload_in_server(module: str) -> None:
 # --- optional packages ----------------------------------------------------------------------
 
 ACCELERATE_SEEDABLE_SAMPLER = "SeedableRandomSampler"
+LIGHTNING_PROTOCOL = "_Stateful"
 LIGHTNING_PREDICT_SAMPLER = "_IndexBatchSamplerWrapper"
 LIGHTNING_TRAINING_LOOP = "_TrainingEpochLoop"
 RAY_ACCELERATOR = "_TorchAccelerator"
@@ -826,11 +827,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "accelerate",
     ),
     PrivateName(
-        f"lightning.pytorch.loops.training_epoch_loop.{LIGHTNING_TRAINING_LOOP}.on_run_start",
-        "a warning; Lightning may skip that epoch",
+        f"lightning.pytorch.loops.training_epoch_loop: {LIGHTNING_TRAINING_LOOP}.on_run_start, {LIGHTNING_PROTOCOL}",
+        "a warning; Lightning may skip that epoch, and a checkpoint fails if torch's engine loads",
         _defines(
             "lightning",
             "pytorch/loops/training_epoch_loop.py",
+            f"import {LIGHTNING_PROTOCOL}",
             f"class {LIGHTNING_TRAINING_LOOP}(",
             "def on_run_start(",
         ),

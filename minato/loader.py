@@ -159,10 +159,10 @@ def _is_torchs(loader: object) -> bool:
 
 
 def _stateful_only(method: M) -> M:
-    """Decorate a method that a loader lacks, as torch's do, where torch's engine loads: trainers look for it."""
+    """Decorate a method that a loader lacks, as torch's do, where it can have no state: trainers look for it."""
     feature = f"{method.__name__}()"
     return made_only(
-        method, lambda loader: cast("DataLoader[Any]", loader)._minato_why_not(feature)
+        method, lambda loader: cast("DataLoader[Any]", loader)._minato_why_stateless(feature)
     )
 
 
@@ -505,21 +505,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         first iteration too. With ``workers=SharedPool()`` it is about this rank's part: each rank keeps its own.
 
         Raises:
-            ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
-                belongs to.
-            AttributeError: torch's engine loads, as for data pipes.
+            AttributeError: torch's engine loads, as for data pipes. Or the dataset keeps a state, and the order or the
+                worker threads leave open which samples it belongs to.
         """
-        spec = self._minato_spec()
-        if spec.keeps_dataset_states and not spec.sampling.streams:
-            mixes = spec.sampling.mixes_batches
-            if mixes or spec.in_threads:
-                method = f"workers={self._minato_options.workers!r}"
-                cause = f"order={self._minato_options.order!r}" if mixes else method
-                raise ValueError(
-                    f"the dataset has a state_dict() of its own, but with {cause} there is no moment at which it "
-                    "belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
-                )
-        return self._minato_position.state(spec.sampling)
+        return self._minato_position.state(self._minato_spec().sampling)
 
     @_stateful_only
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -533,7 +522,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
                 The next ``iter()`` raises it if the sampler yields other indices than before.
             TypeError: It is no dictionary.
-            AttributeError: torch's engine loads, as for data pipes.
+            AttributeError: The loader has no state, see ``state_dict``.
         """
         if state_dict == {}:
             self._minato_position = self._minato_position.without_state()
@@ -987,6 +976,20 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 f"{', '.join(parts)}"
             )
         return ""
+
+    def _minato_why_stateless(self, feature: str) -> str:
+        """Why a loader has no state; empty: it has one."""
+        if (why := self._minato_why_not(feature)) or is_iterable(self):
+            return why
+        spec, options = self._minato_spec(), self._minato_options
+        mixes = spec.sampling.mixes_batches
+        if not (spec.keeps_dataset_states and (mixes or spec.in_threads)):
+            return ""
+        cause = f"order={options.order!r}" if mixes else f"workers={options.workers!r}"
+        return (
+            f"no {feature}: the dataset has a state_dict() of its own, and with {cause} there is no moment at which "
+            "that belongs to the delivered batches: use order='strict' or 'batch', and worker processes"
+        )
 
     def _minato_check_workers(self, spec: LoaderSpec) -> None:
         if self.num_workers > 0 and self._minato_options.worker_kind != "ray":

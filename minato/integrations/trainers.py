@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from minato._compat import LIGHTNING_TRAINING_LOOP, RAY_ACCELERATOR
+from minato._compat import LIGHTNING_PROTOCOL, LIGHTNING_TRAINING_LOOP, RAY_ACCELERATOR
 from minato._support.loader_class import rebind
 from minato.errors import warn
 
@@ -108,6 +108,7 @@ def install_accelerate(module: Any) -> None:
         wrapper.set_sampler = _taking_the_state(wrapper.set_sampler)
     base = module.DataLoaderAdapter
     base.__init__ = _stateful_by_itself(base.__init__, module)
+    base.state_dict = _saying_why(base.state_dict)
     base.load_state_dict = _taking_the_state(_counting_epochs(base.load_state_dict))
 
 
@@ -158,6 +159,18 @@ def _taking_the_state(change: Callable[..., None]) -> Callable[..., None]:
     return adapted
 
 
+def _saying_why(state_dict: Callable[..., object]) -> Callable[..., Any]:
+    """Have a loader without a state say why, and not that Accelerate has kept none."""
+
+    @functools.wraps(state_dict)
+    def adapted(self: object) -> object:
+        if "dl_state_dict" not in vars(self):
+            vars(self)["base_dataloader"].state_dict  # noqa: B018  # raises AttributeError
+        return state_dict(self)
+
+    return adapted
+
+
 def _counting_epochs(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     """Accelerate numbers the epochs of a new process from 0, whatever was loaded."""
 
@@ -200,15 +213,27 @@ def install_ray_train(module: Any) -> None:
 def install_lightning(module: Any) -> None:
     """Adapt ``training_epoch_loop``, which counts epochs by itself and loads the state of each loader that has one."""
     loop: Any = getattr(module, LIGHTNING_TRAINING_LOOP, None)
-    if not hasattr(loop, "on_run_start"):
+    protocol = getattr(module, LIGHTNING_PROTOCOL, None)
+    if not hasattr(loop, "on_run_start") or protocol is None:
         warn(
             f"minato does not know this version of Lightning ({module.__name__} has no "
-            f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch "
-            "may be skipped"
+            f"{LIGHTNING_TRAINING_LOOP}.on_run_start or no {LIGHTNING_PROTOCOL}): after a checkpoint of the last step "
+            "of an epoch, the next epoch may be skipped, and a checkpoint fails if torch's engine loads"
         )
         return
     if not hasattr(loop.on_run_start, "__wrapped__"):
         loop.on_run_start = _leaving_ended_epochs(loop.on_run_start)
+        rebind(protocol, _asking_instances(protocol))
+
+
+def _asking_instances(protocol: type) -> type:
+    """A protocol for objects that have its methods; Lightning's own also takes one whose class alone has them."""
+
+    class Asking(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, protocol) and hasattr(instance, "state_dict")
+
+    return Asking(protocol.__name__, (), {})
 
 
 def _leaving_ended_epochs(on_run_start: Callable[..., None]) -> Callable[..., None]:
@@ -231,7 +256,7 @@ def _leaving_ended_epochs(on_run_start: Callable[..., None]) -> Callable[..., No
 
 
 def _batches_done(loader: Any) -> int:
-    """Batches of the newest iterator's epoch, with those before its state; 0 for loaders of others."""
-    if not hasattr(loader, "_minato_rebuilt"):
+    """Batches of the newest iterator's epoch, with those before its state; 0 for loaders of others, or without one."""
+    if not (hasattr(loader, "_minato_rebuilt") and hasattr(loader, "state_dict")):
         return 0
     return int(loader.state_dict()["done"]["batches"])

@@ -541,7 +541,7 @@ def test_a_map_style_dataset_keeps_its_state_when_a_sample_raises() -> None:
 def test_where_a_datasets_state_means_nothing_it_is_refused(options: dict[str, Any]) -> None:
     loader = DataLoader(Counting(8), 2, num_workers=1, **options)
     assert len(flat(indices(loader))) == 8
-    with pytest.raises(ValueError, match="the dataset has a state_dict"):
+    with pytest.raises(AttributeError, match="the dataset has a state_dict"):
         loader.state_dict()
 
 

@@ -15,6 +15,8 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 import minato
+from tests.behaviour.states import Stateful
+from tests.datasets import Numbers
 from tests.integrations.models import OURS, Indexed, Stream, fresh_accelerate, noisy
 from tests.integrations.ranks import engines
 
@@ -129,17 +131,31 @@ def test_a_batch_sampler(accelerator: Any) -> None:
     assert seen() == OURS
 
 
+class Counting(Stateful, Numbers):
+    kept = ("size",)
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_what_torchs_engine_loads_has_no_state(
-    accelerator: Any, make_accelerator: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("kind", ["pipe", "mixing"])
+def test_a_loader_without_a_state_says_why_if_asked(
+    kind: str, accelerator: Any, make_accelerator: Callable[..., Any], tmp_path: Path
 ) -> None:
     pipe = torch.utils.data.datapipes.iter.IterableWrapper(range(8))
-    prepared = accelerator.prepare(minato.DataLoader(pipe, 4))
+    of_mixing = {"order": "arrival"} if kind == "mixing" else {}
+
+    def loader() -> Any:
+        return minato.DataLoader(pipe if kind == "pipe" else Counting(8), 4, **of_mixing)
+
+    prepared = accelerator.prepare(loader())
     assert [batch.tolist() for batch in prepared] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(
+        AttributeError, match="data pipes" if kind == "pipe" else "use order='strict'"
+    ):
+        prepared.state_dict()
     pytest.importorskip("torchdata.stateful_dataloader")
     accelerator = make_accelerator(use_stateful_dataloader=True)
     with pytest.warns(minato.MinatoWarning, match="loads without minato's engine"):
-        accelerator.prepare(minato.DataLoader(pipe, 4))
+        accelerator.prepare(loader())
     accelerator.save_state(str(tmp_path))
 
 

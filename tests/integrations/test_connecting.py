@@ -84,7 +84,7 @@ FAKE = """
 from torch.utils.data import DataLoader
 PartialState = None
 class DataLoaderAdapter:
-    load_state_dict = None
+    state_dict = load_state_dict = None
 class DataLoaderShard:
     set_epoch = set_sampler = None
 class DataLoaderDispatcher(DataLoaderShard):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import minato
+from tests.behaviour.states import Stateful
 from tests.integrations.models import OURS, QUIET_LIGHTNING, Indexed, lightning_module, noisy
 from tests.integrations.ranks import engines
 
@@ -58,6 +60,34 @@ def test_fit_and_validate() -> None:
     assert seen() == OURS
     assert [sorted(chain(*epoch)) for epoch in module.epochs.values()] == [list(range(20))] * 2
     assert sorted(module.validated) == sorted([*range(8)] * 2)
+
+
+class Counting(Stateful, Indexed):
+    kept = ("size",)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "mixing"])
+def test_a_loader_without_a_state_has_none_in_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    def loaders() -> list[Any]:
+        pipe = torch.utils.data.datapipes.iter.IterableWrapper([Indexed(8)[i] for i in range(8)])
+        given: Any = (pipe, 4) if kind == "pipe" else (Counting(8), 4)
+        options = {} if kind == "pipe" else {"order": "arrival"}
+        return [minato.DataLoader(*given, **options), minato.DataLoader(Indexed(8), 4)]
+
+    checkpoint = tmp_path / "checkpoint"
+
+    class Both(Module):
+        def training_step(self, batches: Any, number: int) -> torch.Tensor:
+            return super().training_step(batches[0], number)
+
+        def on_train_batch_end(self, *_: object) -> None:
+            if self.trainer.global_step == 3:
+                self.trainer.save_checkpoint(checkpoint)
+
+    trainer(max_steps=3, max_epochs=2).fit(Both(), loaders())
+    module = Both()
+    trainer(max_epochs=2).fit(module, loaders(), ckpt_path=checkpoint)
+    assert [len(batches) for batches in module.epochs.values()] == [1]
 
 
 @pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])
