@@ -382,18 +382,30 @@ class _ChildPickler(reduction.ForkingPickler):
         if isinstance(value, _CACHED):
             reduced = _cached, (value.__wrapped__, *value.cache_parameters().values())
         else:
-            reduced = self._by_value.reducer_override(value)
+            reduced = self._copied(value)
         if value.__module__ != "__main__" or not _has_name(value):
             return reduced
         make, arguments, *state = reduced
         return _define, (value.__qualname__, make, *arguments), *state
 
+    def _copied(self, value: type | FunctionType) -> Any:
+        """Reduce by cloudpickle, but for the globals of a module that the child imports: its functions see those."""
+        if not isinstance(value, FunctionType):
+            return self._by_value.reducer_override(value)
+        known, key = self._by_value.globals_ref, id(value.__globals__)
+        if key not in known and (name := _imported_as(value)) is not None:
+            known[key] = _ModuleGlobals(name)
+        reduced = self._by_value.reducer_override(value)
+        if isinstance(known.get(key), _ModuleGlobals) and reduced is not NotImplemented:
+            _, slots = reduced[2]
+            slots["__globals__"] = {}
+        return reduced
+
     def _reduce_of_code(self, value: object) -> Any:
         """Reduce what code consists of, or refers to."""
         if isinstance(value, (type, FunctionType)):
             # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
-            is_mains = value.__module__ == "__main__"
-            return NotImplemented if is_mains else self._by_value.reducer_override(value)
+            return NotImplemented if value.__module__ == "__main__" else self._copied(value)
         reduce = self._by_value.dispatch_table.maps[0].get(type(value))
         # cloudpickle would make a copy of the text of an open file.
         is_file = isinstance(value, io.IOBase) and value not in (sys.stdout, sys.stderr)
@@ -721,6 +733,35 @@ def _code_pickler(first: type | FunctionType) -> Any:
     names = {name: main.get(name) for name in ("__package__", "__file__")}
     pickler.globals_ref[id(main)] = _MainGlobals(names)
     return pickler
+
+
+def _imported_as(function: FunctionType) -> str | None:
+    """The name under which other processes import the module that a function is of; None if they cannot."""
+    names = function.__globals__
+    name: str | None = names.get("__name__")
+    module = sys.modules.get(name or "")
+    if name is None or getattr(module, "__dict__", None) is not names:
+        return None
+    parent = sys.modules.get(name.rpartition(".")[0])
+    path = getattr(parent, "__path__", None)
+    found = (each.find_spec(name, path) for each in sys.meta_path if hasattr(each, "find_spec"))
+    spec = next(filter(None, found), None)
+    # One that is loaded from a file by hand may have the name of another.
+    return name if spec is not None and spec.origin == names.get("__file__") else None
+
+
+class _ModuleGlobals:
+    """Arrives as the globals of an imported module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _module_globals, (self._name,)
+
+
+def _module_globals(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))
 
 
 class _MainGlobals:

@@ -181,3 +181,18 @@ def test_tensors_shared_by_a_definition_alone_are_no_copies(method: str) -> None
     loader = DataLoader(Numbers(8), 4, num_workers=1, **options)
     assert len(list(loader)) == 2
     assert met.tolist() == [1] * 8
+
+
+ADDED = 0
+
+
+def set_added(number: int) -> None:
+    global ADDED
+    ADDED = 5
+
+
+@METHODS
+def test_a_lambda_sees_the_globals_of_the_module_that_its_worker_has(method: str) -> None:
+    options: Any = {"multiprocessing_context": method, "transforms": [lambda x: x + ADDED]}
+    loader = DataLoader(Numbers(2), 2, num_workers=1, worker_init_fn=set_added, **options)
+    assert [batch.tolist() for batch in loader] == [[5, 6]]
