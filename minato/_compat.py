@@ -544,6 +544,7 @@ def preload_in_server(module: str) -> None:
 
 ACCELERATE_SEEDABLE_SAMPLER = "SeedableRandomSampler"
 LIGHTNING_PROTOCOL = "_Stateful"
+LIGHTNING_STATES = "_state_dicts"
 LIGHTNING_PREDICT_SAMPLER = "_IndexBatchSamplerWrapper"
 LIGHTNING_TRAINING_LOOP = "_TrainingEpochLoop"
 RAY_ACCELERATOR = "_TorchAccelerator"
@@ -827,15 +828,23 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "accelerate",
     ),
     PrivateName(
-        f"lightning.pytorch.loops.training_epoch_loop: {LIGHTNING_TRAINING_LOOP}.on_run_start, {LIGHTNING_PROTOCOL}",
-        "a warning; Lightning may skip that epoch, and a checkpoint fails if torch's engine loads",
+        f"lightning.pytorch.loops.training_epoch_loop: {LIGHTNING_TRAINING_LOOP}.on_run_start, advance, "
+        f"{LIGHTNING_PROTOCOL}",
+        "a warning; Lightning may skip an epoch or a batch, and a checkpoint fails if torch's engine loads",
         _defines(
             "lightning",
             "pytorch/loops/training_epoch_loop.py",
             f"import {LIGHTNING_PROTOCOL}",
             f"class {LIGHTNING_TRAINING_LOOP}(",
             "def on_run_start(",
+            "def advance(",
         ),
+        "lightning",
+    ),
+    PrivateName(
+        f"lightning.pytorch.utilities.combined_loader.CombinedLoader.{LIGHTNING_STATES}",
+        "a batch of a stream of unknown length may be lost when Lightning resumes",
+        _defines("lightning", "pytorch/utilities/combined_loader.py", f"def {LIGHTNING_STATES}("),
         "lightning",
     ),
     PrivateName(

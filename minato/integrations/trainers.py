@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from minato._compat import LIGHTNING_PROTOCOL, LIGHTNING_TRAINING_LOOP, RAY_ACCELERATOR
+from minato._compat import (
+    LIGHTNING_PROTOCOL,
+    LIGHTNING_STATES,
+    LIGHTNING_TRAINING_LOOP,
+    RAY_ACCELERATOR,
+)
 from minato._support.loader_class import rebind
 from minato.errors import warn
 
@@ -214,15 +220,16 @@ def install_lightning(module: Any) -> None:
     """Adapt ``training_epoch_loop``, which counts epochs by itself and loads the state of each loader that has one."""
     loop: Any = getattr(module, LIGHTNING_TRAINING_LOOP, None)
     protocol = getattr(module, LIGHTNING_PROTOCOL, None)
-    if not hasattr(loop, "on_run_start") or protocol is None:
+    if not hasattr(loop, "on_run_start") or not hasattr(loop, "advance") or protocol is None:
         warn(
             f"minato does not know this version of Lightning ({module.__name__} has no "
-            f"{LIGHTNING_TRAINING_LOOP}.on_run_start or no {LIGHTNING_PROTOCOL}): after a checkpoint of the last step "
-            "of an epoch, the next epoch may be skipped, and a checkpoint fails if torch's engine loads"
+            f"{LIGHTNING_TRAINING_LOOP}.on_run_start, no advance or no {LIGHTNING_PROTOCOL}): after a checkpoint an "
+            "epoch or a batch of a stream may be skipped, and a checkpoint fails if torch's engine loads"
         )
         return
     if not hasattr(loop.on_run_start, "__wrapped__"):
         loop.on_run_start = _leaving_ended_epochs(loop.on_run_start)
+        loop.advance = _keeping_states(loop.advance)
         rebind(protocol, _asking_instances(protocol))
 
 
@@ -251,6 +258,25 @@ def _leaving_ended_epochs(on_run_start: Callable[..., None]) -> Callable[..., No
         loaders = data_fetcher.combined_loader.flattened
         if any(_batches_done(each) > data_fetcher.fetched for each in loaders):
             iter(data_fetcher)
+
+    return adapted
+
+
+def _keeping_states(advance: Callable[..., None]) -> Callable[..., None]:
+    """Lightning asks for a batch ahead of its step where the length is unknown, which checkpoints must not count."""
+
+    @functools.wraps(advance)
+    def adapted(self: object, data_fetcher: object) -> None:
+        fetcher: Any = data_fetcher
+        combined = fetcher.combined_loader
+        vars(combined).pop(LIGHTNING_STATES, None)
+        ours = any(hasattr(each, "_minato_rebuilt") for each in combined.flattened)
+        if ours and getattr(fetcher, "batches", None):
+            ahead = getattr(combined, LIGHTNING_STATES)
+            with suppress(Exception):  # raised again where a checkpoint asks
+                before = ahead()
+                vars(combined)[LIGHTNING_STATES] = lambda: before if fetcher.batches else ahead()
+        advance(self, fetcher)
 
     return adapted
 

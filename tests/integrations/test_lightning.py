@@ -12,7 +12,14 @@ import torch
 
 import minato
 from tests.behaviour.states import Stateful
-from tests.integrations.models import OURS, QUIET_LIGHTNING, Indexed, lightning_module, noisy
+from tests.integrations.models import (
+    OURS,
+    QUIET_LIGHTNING,
+    Indexed,
+    Stream,
+    lightning_module,
+    noisy,
+)
 from tests.integrations.ranks import engines
 
 lightning = pytest.importorskip("lightning.pytorch", "2.4")
@@ -88,6 +95,25 @@ def test_a_loader_without_a_state_has_none_in_a_checkpoint(kind: str, tmp_path: 
     module = Both()
     trainer(max_epochs=2).fit(module, loaders(), ckpt_path=checkpoint)
     assert [len(batches) for batches in module.epochs.values()] == [1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_checkpoint_does_not_count_a_batch_that_is_fetched_ahead(
+    workers: int, tmp_path: Path
+) -> None:
+    def loader() -> Any:
+        return minato.DataLoader(Stream(20), 4, num_workers=workers, readers=1)
+
+    class Saving(Module):
+        def on_train_batch_end(self, *_: object) -> None:
+            self.trainer.save_checkpoint(tmp_path / str(self.trainer.global_step))
+
+    whole = Saving()
+    trainer(max_epochs=2).fit(whole, loader())
+    for step in (1, 4, 5, 7):
+        module, (first, second) = Module(), whole.epochs.values()
+        trainer(max_epochs=2).fit(module, loader(), ckpt_path=tmp_path / str(step))
+        assert [*chain(*module.epochs.values())] == [*first, *second][step:]
 
 
 @pytest.mark.parametrize("order", ["strict", "batch", "arrival", "fast_first"])

@@ -38,16 +38,9 @@ class Filtered(IterableDataset[dict[str, Any]]):
                 yield {"x": torch.tensor([number / 200, 1.0]), "index": number}
 
 
-class Bounded(Filtered):
-    """The same with a length, which is more than any rank gets."""
-
-    def __len__(self) -> int:
-        return 200
-
-
-def make(epoch_end: str, stream: type[Filtered] = Filtered, **options: Any) -> DataLoader[Any]:
+def make(epoch_end: str, **options: Any) -> DataLoader[Any]:
     readers = Readers(READERS, ranks="auto", epoch_end=epoch_end)
-    return DataLoader(stream(), 4, readers=readers, **options)
+    return DataLoader(Filtered(), 4, readers=readers, **options)
 
 
 def accelerator_with(**options: Any) -> Any:
@@ -153,9 +146,9 @@ def lightning_resumed() -> Any:
                 found.append([*self.epochs[0]])
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            states: list[Any] = [None] * self.trainer.world_size
-            dist.all_gather_object(states, self.trainer.train_dataloader.state_dict())
             loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+            states: list[Any] = [None] * self.trainer.world_size
+            dist.all_gather_object(states, loop["combined_loader"][0])
             loop["combined_loader"] = [minato.merge_states(states)]
 
     path = os.path.join(os.getcwd(), f"ranks-{os.environ['MASTER_PORT']}.ckpt")
@@ -163,7 +156,7 @@ def lightning_resumed() -> Any:
     for resumed in (None, path):
         module = Module()
         trainer = Trainer(max_epochs=1, enable_checkpointing=False, **IN_TWO_RANKS)
-        trainer.fit(module, make("pad", Bounded), ckpt_path=resumed)
+        trainer.fit(module, make("pad"), ckpt_path=resumed)
     dist.barrier()
     if trainer.is_global_zero:
         os.unlink(path)
