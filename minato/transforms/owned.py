@@ -38,7 +38,7 @@ from minato.transforms.rng_memory import MemoryGenerator, own_generator
 __all__ = ["OwnedGenerators"]
 
 _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndarray, np.generic)
-_OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType)
+_OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, MemoryGenerator)
 _GENERATORS = (
     *(random.Random, torch.Generator),
     *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
@@ -97,7 +97,8 @@ class OwnedGenerators:
             return before != self.identities
         self._num_missed += self._glance is not None
         # It does not see all objects, or there are other kinds each time: then it only takes time.
-        self._glance = None if self._num_missed > _MOST_MISSED else _glance_after(search, classes)
+        gives_up = self._num_missed > _MOST_MISSED
+        self._glance = None if gives_up else _glance_after(search, classes, self._roots)
         return bool(before)
 
     def _new_search(self, classes: dict[int, _KnownClass]) -> Search:
@@ -154,7 +155,9 @@ def _found_by(search: Search, roots: Mapping[str, object]) -> list[Node]:
     return [node for node in found if not issubclass(type(node.thing), random.SystemRandom)]
 
 
-def _glance_after(search: Search, classes: dict[int, _KnownClass]) -> Glance | None:
+def _glance_after(
+    search: Search, classes: dict[int, _KnownClass], roots: Mapping[str, object]
+) -> Glance | None:
     """What tells soon that there is still nothing to find, after a search that found nothing; None: nothing does."""
     own = [kind for kind in search.classes if not _is_of_library(kind)]
     known = [each for kind in own if (each := classes.get(id(kind))) is not None]
@@ -172,7 +175,8 @@ def _glance_after(search: Search, classes: dict[int, _KnownClass]) -> Glance | N
         return names is not None and function.__globals__ is names.held and names.hold_nothing()
 
     closures = [node.thing for each in known for node in each.closures]
-    return Glance(search, [each.holds for each in known], names_nothing, closures)
+    glance = Glance(search, [each.holds for each in known], names_nothing, closures)
+    return glance if glance.finds_nothing(roots, first=True) else None
 
 
 def _is_generator(kind: Kind) -> bool:

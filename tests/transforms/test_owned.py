@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import pickle
 import random
@@ -367,6 +368,23 @@ def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> No
     it.rng = FastRandom()
     with pytest.raises(AssertionError, match="a search began"):
         owned.look()
+
+
+def test_many_objects_that_stay_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are alike a search looks into some; others that come in their place are looked into."""
+    it = Holder(parts=[Holder(a=[k]) for k in range(200)], log=logging.getLogger(__name__))
+    it.layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100)))
+    owned = OwnedGenerators({"it": it})
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "run", Mock(side_effect=AssertionError("a search began")))
+        assert not owned.look()
+        it.parts[3].a[0] = it.parts[150].a[0] = "other"
+        assert not owned.look()
+    del it.parts[150:]
+    it.parts += [Holder(a=random.Random(0)) for _ in range(50)]
+    del it.parts[:140]
+    assert owned.look() == bool(paths(it))
+    assert path_names(owned) == paths(it) != []
 
 
 class Wrapped(torch.nn.Module):
