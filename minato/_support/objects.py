@@ -75,7 +75,7 @@ _MOST_ALIKE, _MOST_ITEMS_ALIKE = 32, 2048
 _MOST_LOOKS = 20_000
 """Values that a search looks at in all."""
 _MOST_GLANCED, _MOST_LEVELS, _GLANCED_EACH, _LEFT_OUT_EACH = 32_768, 16, 512, 32
-"""Values that a glance looks at, and how deep they lie; a new object, and one that is left out, counts as so many."""
+"""Values that a glance looks at, how deep they lie, and as how many a new object counts, and one that is left out."""
 
 
 def attribute(thing: object, name: str, default: object = None) -> Any:

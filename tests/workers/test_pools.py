@@ -83,6 +83,7 @@ class Stage:
     def started(self, work: Any) -> ProcessPool:
         pool = self.processes(work)
         pool.start()
+        self.segment.array[102] = 1
         return pool
 
 
@@ -93,6 +94,8 @@ def obedient(number: int, stage: Stage) -> None:
 
 def mortal(number: int, stage: Stage) -> None:
     if number == 1 and not stage.segment.array[101]:  # whoever takes its place stays
+        while not stage.segment.array[102]:  # the start of another process would reap it
+            time.sleep(0.002)
         stage.segment.array[101] = 1
         os._exit(7)
     obedient(number, stage)
@@ -267,6 +270,7 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     seen = stage.ready.events
     pool.wait(seen, 60)  # does not sleep
     assert pool.processes[1].pid is not None
+    stage.segment.array[102] = 1
     pool.wait(seen, 10)  # until one ends, or a signal comes: from now on somebody watches
     wait_until(lambda: pool.check() or bool(stage.deaths))
     assert stage.deaths[0][::2] == (1, 7)
