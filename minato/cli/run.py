@@ -159,7 +159,7 @@ def forget_namesakes(path: str) -> None:
     """Have the script import modules of its directory, also where minato has imported others of the same names."""
     finder: Any = pkgutil.get_importer(path)
     imported = [*sys.modules]
-    # What torch imports, or Python when it starts, the script gets from there, too.
+    # A module comes behind all that it has imported: what torch imports, or Python when it starts, the script shares.
     for name in imported[imported.index("torch") + 1 :] if finder else ():
         found = None if "." in name or name == "minato" else finder.find_spec(name)
         if found and found.origin not in (None, getattr(sys.modules[name], "__file__", None)):
