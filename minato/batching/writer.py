@@ -417,9 +417,9 @@ class BatchWriter:
             samples = None
             end_copy(self._owner, None)
             offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
-            return offset | SAMPLE_BLOB, nbytes
+            found = offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
-            return SKIP_BLOB, 0
+            found = SKIP_BLOB, 0
         except self._blobs.errors.kinds as raised:
             end_copy(self._owner, raised)
             error: BaseException = raised
@@ -431,12 +431,13 @@ class BatchWriter:
                 explanation = self._collate_fn.explain(error, samples, indices, name)
             failure = SampleError(self._blobs.errors.wrap(error, explanation or ""))
             offset, nbytes = self._blobs.put_error(batch, failure, ERROR_BLOB)
-            return offset | ERROR_BLOB, nbytes
-        finally:
-            if before.position is None:
-                lease.enter(before.step, before.started_ns)
-            else:
-                lease.begin(before.position, before.started_ns, before.step)
+            found = offset | ERROR_BLOB, nbytes
+        # Not after an exception that ends the worker: it was here.
+        if before.position is None:
+            lease.enter(before.step, before.started_ns)
+        else:
+            lease.begin(before.position, before.started_ns, before.step)
+        return found
 
     def _gather(self, batch: int, first: int = 0, own: Sequence[object] = ()) -> list[Any]:
         """Return the samples of a batch that were not skipped, from the fields and the store.

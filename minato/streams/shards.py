@@ -11,11 +11,11 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._support.counters import Counters
-from minato._support.items import has_ended, resumed_states, set_skipping
+from minato._support.items import has_ended, resumed_states, set_skipping, to_read_again
 from minato._support.threads import pause
 from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
-from minato.errors import add_note, causes, is_lost_connection, warn
+from minato.errors import add_note, causes, is_lost_connection, refuse, warn
 from minato.options import Retry
 
 __all__ = ["ShardIterator", "ShardedDataset"]
@@ -175,6 +175,8 @@ class ShardIterator(Iterator[T]):
         else:
             self._dealt = _dealt(self._dealt, self._ordered([*self._sizes]), self._sizes)
         self._calls = 0  # of ``next()`` of the open one
+        # Items from here on, of which an earlier run has delivered some.
+        self._again = to_read_again(dataset)
         self._items: Any = None  # of the open one
         # With which a shard could not be opened again, and the state that was loaded.
         self._late: tuple[Exception, Position] | None = None
@@ -202,8 +204,10 @@ class ShardIterator(Iterator[T]):
                 add_note(error, f"in shard {self._name()!r}, item {self._calls}")
                 self._has_died(items, self._calls)
                 self._items, self._calls, self._pauses = items, self._calls + 1, None
+                self._again -= 1
                 raise
             self._items, self._calls, self._pauses = items, self._calls + 1, None
+            self._again -= 1
             return item
         raise StopIteration
 
@@ -242,11 +246,7 @@ class ShardIterator(Iterator[T]):
         while n > 0:
             name = self._name()
             if name in self._gone:
-                self._end()
-                raise ValueError(
-                    f"the shard {name!r} is gone, and {n} items of it or of those behind it were delivered, it is not "
-                    "known which: put it back, or begin the epoch again"
-                )
+                raise self._lacks(name, str(n))
             try:
                 is_open = self._open()
             except Exception as error:
@@ -263,10 +263,19 @@ class ShardIterator(Iterator[T]):
             except Exception:  # it is not known which items follow
                 self._end()
                 raise
-            self._calls += passed
-            n -= passed
+            self._calls, self._again, n = self._calls + passed, self._again - passed, n - passed
             if n > 0:
                 self._close()
+
+    def _lacks(self, name: str | None, count: str) -> ValueError:
+        """The error for a shard that is gone, where the number of its items matters; nothing follows."""
+        self._end()
+        error = ValueError(
+            f"the shard {name!r} is gone, and {count} items of it or of those behind it were delivered, it is not "
+            "known which: put it back, or begin the epoch again"
+        )
+        refuse(error)
+        return error
 
     def _pass_over(self, n: int) -> int:
         """Pass over items of the open shard; returns how many there were, n at most."""
@@ -329,13 +338,15 @@ class ShardIterator(Iterator[T]):
         """Open the shard at its next item, or the next shard, if none is open; returns whether there is one."""
         if self._late is not None:
             error, _ = self._late
-            self._close()
+            self._close(1)
             raise error
         while self._items is None:
             name = self._name()
             if name is None:
                 return False
             if name in self._gone:
+                if self._again > 0:
+                    raise self._lacks(name, "some")
                 self._done += 1
                 continue
             items: Any = None
@@ -346,7 +357,7 @@ class ShardIterator(Iterator[T]):
             except _OpenAgain:
                 continue
             except StopIteration as error:  # which would count as the end of all shards
-                self._close()
+                self._close(1)
                 raise RuntimeError(
                     f"iter_shard({name!r}) raised StopIteration: return an iterator without items if the shard has none"
                 ) from error
@@ -359,12 +370,14 @@ class ShardIterator(Iterator[T]):
                     warn(
                         f"shard {name!r} cannot be read on after {self._calls} items; the rest of it is missing"
                     )
-                self._close()
+                self._close(1)
                 raise
             self._items = items  # last: an interrupted call is repeated
         return True
 
-    def _close(self) -> None:
+    def _close(self, failed: int = 0) -> None:
+        """Go on with the next shard; an error counts as an item."""
+        self._again -= failed
         after = self._done + 1, None, 0, None, None
         # At once: it may be interrupted.
         self._done, self._items, self._calls, self._late, self._pauses = after
@@ -396,7 +409,7 @@ class ShardIterator(Iterator[T]):
             ValueError: Shards have changed, and ``new_shards`` is ``"refuse"``; or the number of readers has.
         """
         self._items, self._calls, self._late, self._pauses = None, 0, None, None
-        self._done = state["done"]
+        self._done, self._again = state["done"], to_read_again(self)
         if self._is_joined:
             self._compare(state)
         else:

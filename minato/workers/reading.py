@@ -200,7 +200,7 @@ class Reader:
             self._set_epoch(set_epoch)
         if start is None or not resumes or not start.ordinal:
             self.forget_loaded()
-        with reading_again(None, self._again):
+        with reading_again(dataset, self._again):
             iterator: Any = iter(dataset)
         if start is not None and resumes:
             if start.iterator is not None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import minato
 from minato import DataLoader, MinatoWarning, ShardedDataset
-from minato._support.items import set_resumed
+from minato._support.items import reading_again, set_resumed
 from minato.options import Retry
 from minato.sources.base import KeyedSource
 from minato.streams.shards import ShardIterator
@@ -493,6 +493,28 @@ def test_a_shard_that_is_gone_whose_items_are_to_be_passed_over(errors: str) -> 
     assert len(list(itertools.islice(loader, 3))) == 3
     with pytest.raises(ValueError, match="the shard '2' is gone, and 3 items of it"):
         list(resumed(saved(loader), make("13")))
+
+
+@pytest.mark.filterwarnings("ignore:1 is gone")
+def test_a_shard_that_is_gone_before_items_that_were_delivered_out_of_order() -> None:
+    """Other items would come in the place of those, or again."""
+    whole, fewer = (
+        Numbers(dict.fromkeys(names, 4), new_shards="append") for names in ("123", "13")
+    )
+    state = saved(iter(whole))
+
+    def resumed_after(delivered: int) -> Iterator[int]:
+        items = iter(fewer)
+        with reading_again(items, delivered):
+            items.load_state_dict(copy.deepcopy(state))
+        return items
+
+    assert list(resumed_after(4)) == all_of(fewer.lengths)
+    items = resumed_after(9)
+    assert [next(items) for _ in range(4)] == all_of({"1": 4})
+    with pytest.raises(ValueError, match="the shard '2' is gone, and some items of it"):
+        next(items)
+    assert list(items) == []
 
 
 @pytest.mark.filterwarnings("ignore:1 shard is gone", "ignore:shard .* is gone")
