@@ -322,7 +322,7 @@ class EpochLog(Observer):
         self._latest: tuple[MetricsSource, Metrics] | None = None  # of the last epoch that ended
         # Of the storage, while epochs ran; and as it was when those began that run now.
         self._reads: tuple[Counts, Counts | None] = Counts(), None
-        self._shown = {"wall_ns": 0, "waited_ns": 0}
+        self._shown = dict.fromkeys(("wall_ns", "waited_ns", *_QUICK), 0)
 
     @property
     def past(self) -> list[EpochRecord]:
@@ -444,7 +444,7 @@ class EpochLog(Observer):
                 break
         sums = map(sum, zip(ended.totals, *each_of, strict=True))
         counts = dict(zip(_TOTALS, sums, strict=True))
-        # The loop may be between two lines of leave(): what it waits is then in neither place.
+        # Between two lines of leave() or settle(), what the loop waits and what workers do may be in neither place.
         self._shown = {n: max(counts[n], least) for n, least in self._shown.items()}
         counts.update(self._shown)
         if latest is None:

@@ -263,6 +263,22 @@ def test_the_call_that_finds_the_end_has_waited(monkeypatch: pytest.MonkeyPatch)
     assert journal.totals().waited_ns == 50
 
 
+def test_what_workers_do_while_the_end_is_noted_lowers_no_total() -> None:
+    journal, source = EpochLog(), MetricsSource()
+    running, seen = epoch(journal, source, 0, 1), [0]
+
+    def decision() -> Any:  # asked after the counters were read
+        source.work(7)
+        seen.append(journal.totals().counts["busy_ns"])
+        return Mock()
+
+    source.decision = decision  # type: ignore[method-assign]
+    running.enter()
+    running.finish()
+    assert seen == [0, 107]
+    assert journal.totals().counts["busy_ns"] == 107
+
+
 @each
 @pytest.mark.parametrize("measured", [False, True])
 def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured: bool) -> None:
