@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from minato import __version__, _distribution
 
@@ -88,6 +89,21 @@ def test_pre_commit_has_the_versions_of_make_lint() -> None:
     used = re.findall(r"additional_dependencies: \[(.*)\]", hooks)
     assert used
     assert set(used) <= pins
+
+
+def test_what_is_pinned_runs_on_every_python_3_11() -> None:
+    """Debian 12 has 3.11.2."""
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    needs = {
+        each.name.lower(): each.metadata["Requires-Python"] for each in metadata.distributions()
+    }
+    needed = {name: needs.get(name.lower()) for name in pins}
+    assert len([*filter(None, needed.values())]) > 100
+    assert {
+        name: need
+        for name, need in needed.items()
+        if need and not SpecifierSet(need).contains("3.11.0")
+    } == {}
 
 
 def test_the_commit_of_a_checkout_and_of_a_package(
