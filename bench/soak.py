@@ -55,7 +55,7 @@ def reading() -> dict[str, float]:
             found["descriptors"] += process.num_fds()
             found["threads"] += process.num_threads()
             found["processes"] += 1
-        except psutil.NoSuchProcess:  # it ended meanwhile
+        except psutil.Error:  # it has ended; a zombie's descriptors are denied to all but root
             continue
     return found
 

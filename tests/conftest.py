@@ -43,8 +43,8 @@ LEFTOVER_GRACE_S, KILL_GRACE_S, EXIT_LIMIT_S = 30.0, 5.0, 180.0
 
 KERNEL_TELLS = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether the kernel lists the children of a thread."""
-LIBRARY_THREADS = {"event_loop"}
-"""Threads that a library keeps for the whole process: cassandra-driver's."""
+LIBRARY_THREADS = {"event_loop", "QueueFeederThread"}
+"""Threads that libraries keep: cassandra-driver's; torch's, where the death of a worker interrupts its constructor."""
 
 # On a busy machine any example may take long.
 settings.register_profile("minato", deadline=None, suppress_health_check=[HealthCheck.too_slow])

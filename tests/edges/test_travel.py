@@ -593,8 +593,14 @@ class WithoutLock(Holder):
         return {"held": self.held}
 
 
+def _forked_lock() -> Any:
+    if sys.version_info < (3, 11, 5):
+        pytest.skip("this Python does not refuse it")
+    return multiprocessing.get_context("fork").Lock()
+
+
 @pytest.mark.parametrize("make", [Holder, WithoutLock])
-@pytest.mark.parametrize("part", [Saying, lambda: multiprocessing.get_context("fork").Lock()])
+@pytest.mark.parametrize("part", [Saying, _forked_lock])
 def test_what_refuses_is_named_and_not_what_it_holds(make: Any, part: Any) -> None:
     held = part()
     message = (
