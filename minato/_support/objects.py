@@ -62,7 +62,8 @@ _module_of: Callable[[type], object] = type.__dict__["__module__"].__get__
 name_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 """The qualified name of a class, without its metaclass."""
 _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, as all classes written in Python
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
+"""Flags of ``type`` in C: all classes written in Python have the first, and those of the standard library in C both."""
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 """Types whose items are looked at. The order of a set differs between processes."""
@@ -141,7 +142,8 @@ class Kind:
         self.has_parts = issubclass(kind, _WITH_PARTS)
         self._is_in_python = not (self.has_parts or self.container)
         for one in mro_of(kind):
-            self._is_in_python &= one is object or bool(_flags_of(one) & _HEAP_TYPE)
+            is_python = _flags_of(one) & (_HEAP_TYPE | _IMMUTABLE) == _HEAP_TYPE
+            self._is_in_python &= one is object or is_python
             held = vars_of(one)
             found: Any = held.get("__dict__")
             if self._dict_of is None and is_exactly(found, MEMBERS):
