@@ -228,13 +228,14 @@ def test_the_memory_of_a_host_is_free_when_all_have_left(monkeypatch: pytest.Mon
     monkeypatch.setattr("minato._support.threads.parent_process", lambda: None)  # as under torchrun
 
     def program(rank: int, together: Any) -> Any:
+        before = Segment.num_living()  # of a test that has failed in the process that was forked
         loader = pooled(Filled(16, 1000), 4)
         kept = [batch for batch in loader if rank]
         together.wait()
         gc.collect()
         gc.disable()
         del loader
-        wait_until(lambda: rank == 1 or Segment.num_living() == 0)
+        wait_until(lambda: rank == 1 or Segment.num_living() == before)
         together.wait()
         return len(kept)
 
