@@ -54,7 +54,11 @@ def refuse_one(name: str, value: object) -> None:
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], others: str = "") -> None:
     """A value is one of ``choices``; ``others`` are further ones, in words for the message."""
-    if value not in choices:
+    try:
+        is_one = value in choices
+    except Exception:  # the comparison of an array is no truth value
+        is_one = False
+    if not is_one:
         allowed = ", ".join([*map(repr, choices), *filter(None, [others])])
         nearest = did_you_mean(value, choices)
         raise ValueError(

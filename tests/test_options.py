@@ -256,6 +256,13 @@ def test_a_shared_pool_is_a_kind_of_workers() -> None:
     assert options(workers=SharedPool("wait")).shared_pool == SharedPool("wait")
 
 
+@pytest.mark.parametrize("name", ["order", "workers", "errors", "compat", "observe"])
+@pytest.mark.parametrize("value", [np.arange(2), torch.arange(2)])
+def test_an_array_is_none_of_several_choices(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}=.*\(\[0, 1\]\) is not possible: choose one of"):
+        options(**{name: value})
+
+
 def test_metrics_need_stats() -> None:
     with pytest.raises(ValueError, match="metrics=9000 contradicts stats=False"):
         Observe(metrics=9000, stats=False)
