@@ -56,7 +56,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...], others: 
     """A value is one of ``choices``; ``others`` are further ones, in words for the message."""
     try:
         is_one = value in choices
-    except Exception:  # the comparison of an array is no truth value
+    except Exception:  # an array compares its elements
         is_one = False
     if not is_one:
         allowed = ", ".join([*map(repr, choices), *filter(None, [others])])
