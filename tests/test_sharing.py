@@ -491,7 +491,8 @@ class TestWarning:
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pools, "_LEAST_NBYTES", 8 << 20)
+        # A worker that reads little also has some memory of its own: up to 15 MiB beside other programs.
+        monkeypatch.setattr(pools, "_LEAST_NBYTES", 24 << 20)
         monkeypatch.setattr(pools, "_AFTER_BATCHES", (3,))
         monkeypatch.setattr(pools.CopiedObjects, "warned", False)
 

@@ -100,9 +100,12 @@ def test_calls_do_not_grow_with_the_dataset(shape: str, use: str) -> None:
     for size in (15_000, 45_000):
         dataset = Holds(SHAPES[shape](size))
         USES[use](dataset)  # what happens once
-        with counted() as calls:
-            USES[use](dataset)
-        counts.append(calls[0])
+        tries = []
+        for _ in range(3):  # what depends on the time comes in some of them
+            with counted() as calls:
+                USES[use](dataset)
+            tries.append(calls[0])
+        counts.append(min(tries))
         if shape == "long chain":
             drop(dataset.held)
     assert counts[1] <= counts[0] * 1.1 + 200
