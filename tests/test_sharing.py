@@ -491,8 +491,7 @@ class TestWarning:
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # A worker that reads little also has some memory of its own: up to 15 MiB beside other programs.
-        monkeypatch.setattr(pools, "_LEAST_NBYTES", 24 << 20)
+        monkeypatch.setattr(pools, "_LEAST_NBYTES", 8 << 20)
         monkeypatch.setattr(pools, "_AFTER_BATCHES", (3,))
         monkeypatch.setattr(pools.CopiedObjects, "warned", False)
 
@@ -511,7 +510,8 @@ class TestWarning:
 
     def test_not_where_little_is_read(self) -> None:
         unread: Any = Files()
-        unread.unread = [f"a word that is number {i}" for i in range(400_000)]
+        # Beside other programs, a worker had 15 MiB of its own, which are half of what 400,000 words take.
+        unread.unread = [f"a word that is number {i}" for i in range(1_000_000)]
         assert warned(DataLoader(unread, 100, num_workers=1)) == []
 
 

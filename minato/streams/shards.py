@@ -63,6 +63,7 @@ class ShardedDataset(IterableDataset[T]):
         new_shards: What happens if a state is loaded and there are other shards than when it was taken. ``"refuse"``:
             a ValueError that names them. ``"append"``: done shards stay done, the open ones go on, new ones join
             behind all others, and a warning names those that are gone, which are left out for the rest of the epoch.
+            One whose items may have been delivered out of order is a ValueError: it is not known which are left.
         retry: How often, and for how long, that is repeated for one item; None: ``Retry()``.
 
     Attributes:
