@@ -344,16 +344,28 @@ def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> Layo
     """Read the layout of a batch, whose fields must lie in a known ``slot``; DamagedError: it was changed."""
     head = segment.read(offset, _HEAD_BYTES)
     # The size of the layout is used only if its checksum is right.
-    if len(head) == _HEAD_BYTES:
-        fields, count, nbytes, of_data, of_head = _HEAD.unpack(head)
-        if crc32(head[:-_SUM_BYTES]) == of_head:
-            data = segment.read(offset + _HEAD_BYTES, nbytes)
-            if crc32(data) == of_data:
-                layout = Layout.from_bytes(data)
-                end = fields + layout.fields_nbytes(count)
-                if slot is None or slot.start <= fields <= end <= slot.end:
-                    return LayoutRecord(fields, count, layout)
-    raise damaged("the layout of a batch")
+    record = _opened(head, segment.read(offset + _HEAD_BYTES, _size_of_layout(head)))
+    if slot is not None:
+        end = record.fields + record.layout.fields_nbytes(record.num_samples)
+        if not slot.start <= record.fields <= end <= slot.end:
+            raise damaged("the layout of a batch")
+    return record
+
+
+# The batches that a slot holds one after the other mostly have the same layout.
+@functools.lru_cache(_KEPT_LAYOUTS)
+def _size_of_layout(head: bytes) -> int:
+    if len(head) != _HEAD_BYTES or crc32(head[:-_SUM_BYTES]) != _HEAD.unpack(head)[-1]:
+        raise damaged("the layout of a batch")
+    return int(_HEAD.unpack(head)[2])
+
+
+@functools.lru_cache(_KEPT_LAYOUTS)
+def _opened(head: bytes, data: bytes) -> LayoutRecord:
+    fields, count, _, of_data, _ = _HEAD.unpack(head)
+    if crc32(data) != of_data:
+        raise damaged("the layout of a batch")
+    return LayoutRecord(fields, count, Layout.from_bytes(data))
 
 
 # ---- rows -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ _LOOK_SHARE = 200
 """The workers' processor time is read at most every 0.1 s, and reading takes at most a 200th of the time."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class EngineMetrics(MetricsSource):
     """The counters of an engine's parts.
 

@@ -82,7 +82,7 @@ class LoaderUse:
         return self._in_flight_ns / max(self._sum_ns, 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class EpochRecord:
     """One epoch as the training process sees it.
 
@@ -354,7 +354,7 @@ class EpochLog(Observer):
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> RunningEpoch:
         known = None
-        if not _holds(self._sources, source):
+        if source not in self._sources:
             self._sources += (source,)
         else:
             self._settle_all(source)
@@ -370,7 +370,7 @@ class EpochLog(Observer):
         return running
 
     def end(self, source: MetricsSource) -> None:
-        if _holds(self._sources, source):
+        if source in self._sources:
             self._settle_all(source)
             slow = slowest_of([*self._slow, *source.slowest()])
             sources = tuple(each for each in self._sources if each is not source)
@@ -397,7 +397,7 @@ class EpochLog(Observer):
         """Note the end of an epoch that has ended, or is abandoned."""
         record, records = self._updated(running), self._ended.records
         record.ended_ns = record.ended_ns or now_ns()
-        if not _holds(records[-_MOST_AT_A_TIME:], record):  # an interruption may come after it
+        if record not in records[-_MOST_AT_A_TIME:]:  # an interruption may come after it
             records.append(record)
         self._latest = running.source, record.after
         self._running = tuple(each for each in self._running if each is not running)
@@ -480,13 +480,9 @@ class EpochLog(Observer):
         return metrics, machine
 
 
-def _holds(those: Sequence[object], one: object) -> bool:
-    return any(each is one for each in those)
-
-
 def _still(running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]) -> Sequence[RunningEpoch]:
     """Those that are not among the ended ones, where they come first."""
-    return [each for each in running if not _holds(ended[-_MOST_AT_A_TIME:], each.record)]
+    return [each for each in running if each.record not in ended[-_MOST_AT_A_TIME:]]
 
 
 def _current(running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]) -> RunningEpoch | None:
