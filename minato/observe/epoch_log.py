@@ -11,7 +11,7 @@ from typing import NamedTuple
 from minato._core import Calls, Histogram, now_ns
 from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.machine import MachineSnapshot
-from minato.observe.meters import EMPTY, SlowSample, slowest_of
+from minato.observe.meters import EMPTY, SlowSample, merged, slowest_of
 from minato.observe.observers import (
     Counts,
     EpochState,
@@ -176,11 +176,14 @@ class EpochRecord:
 
 def _metrics_of(records: Sequence[EpochRecord]) -> Metrics:
     """The metrics of epochs that came one after the other."""
-    total, first = Metrics(), 0
+    lags = (EMPTY if each.lateness is None else each.lateness.latest for each in records)
+    total, first = Metrics(Counts.total([each.counts for each in records])), 0
+    total.histograms.update(
+        wait=merged(each.waits for each in records),
+        step=merged(each.steps for each in records),
+        lag=merged(lags),
+    )
     for number, record in enumerate(records, 1):
-        total.counts.add(record.counts)
-        lag = EMPTY if record.lateness is None else record.lateness.latest
-        total.merge({"wait": record.waits, "step": record.steps, "lag": lag})
         # Those of an engine that stands still between two epochs go on, and are subtracted once.
         if (
             number == len(records)
@@ -340,9 +343,9 @@ class EpochLog(Observer):
     def reads(self) -> Counts:
         """What the storage did while epochs ran: of those that run at a time, each has all of it."""
         before, since = self._reads
-        if since is None:
+        if since is None or not (now := self.storage()):
             return before
-        reads = self.storage().minus(since)
+        reads = now.minus(since)
         reads.add(before)
         return reads
 

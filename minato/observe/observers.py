@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import add, sub
+from itertools import chain
+from operator import add, itemgetter, sub
 from typing import NamedTuple, Protocol
 
 from minato._core import Histogram
@@ -35,6 +36,12 @@ class Counts(dict[str, int]):
         """Add the numbers of others."""
         known = self if [*self] == [*other] else Counts({name: self[name] for name in other})
         self.update(zip(other, map(add, known.values(), other.values()), strict=True))
+
+    @classmethod
+    def total(cls, many: Sequence[Counts]) -> Counts:
+        """The sums of numbers with the same name."""
+        names = dict.fromkeys(chain.from_iterable(many))
+        return cls({name: sum(map(itemgetter(name), many)) for name in names})
 
     def minus(self, other: Counts) -> Counts:
         """These numbers without others."""
