@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import threading
 import time
+import urllib.request
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from minato import Arrival, FastFirst
+from minato import Arrival, FastFirst, numpy_rng, python_rng, torch_rng
 from minato._support.counters import shared_integers
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
@@ -192,6 +195,13 @@ class Draws(Numbers):
         return [float(index), *three_draws()]
 
 
+class Helped(Numbers):
+    """Draws from minato's generators, which threads have too, after the index."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        return helped_draws([float(index)])
+
+
 class Pair(NamedTuple):
     image: Any
     label: Any
@@ -207,12 +217,23 @@ def three_draws() -> list[float]:
     ]
 
 
+def helped_draws(sample: list[float]) -> list[float]:
+    """The sample, and a draw from each of minato's generators."""
+    drawn = float(torch.rand((), generator=torch_rng()))
+    return [*sample, python_rng().random(), float(numpy_rng().random()), drawn]
+
+
 def add_draws(sample: list[float]) -> list[float]:
     return sample + three_draws()
 
 
-def add_noise(sample: Any) -> Any:
-    return [value + random.random() for value in sample]
+def raising(kind: type[BaseException], *given: Any, **named: Any) -> Callable[..., Any]:
+    """A function that raises, whatever it gets."""
+
+    def act(*_: object) -> Any:
+        raise kind(*given, **named)
+
+    return act
 
 
 def double(sample: Any) -> Any:
@@ -253,6 +274,11 @@ class Shuffled(InOrder):
 
 def indices(batches: Iterable[torch.Tensor]) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
+
+
+def rows(batch: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """The samples of a batch that has several fields."""
+    return list(zip(*(part.tolist() for part in batch), strict=True))
 
 
 def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
@@ -351,6 +377,18 @@ class Held(Numbers):
             found.append(batch.tolist())
             self.missing.value -= 1
         return found
+
+
+def events_of(trace: Path) -> list[Any]:
+    """The events of a trace, which may still be written."""
+    found: list[Any] = json.loads(trace.read_text().rstrip(",\n") + "]")
+    return found
+
+
+def metrics_of(loader: Any) -> str:
+    """What the loader's endpoint says."""
+    with urllib.request.urlopen(str(loader.metrics_url)) as response:
+        return str(response.read().decode())
 
 
 class Roll:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.datasets import forked
 from tests.pairwise import pairwise
 
-__all__ = ["WORKERS", "each", "each_of", "mostly_slow", "numbers_for", "sweep"]
+__all__ = ["WORKERS", "each", "each_of", "loaders", "mostly_slow", "numbers_for", "sweep"]
 
 
 def each_of(workers: dict[str, dict[str, Any]]) -> Any:
@@ -22,6 +23,23 @@ def each_of(workers: dict[str, dict[str, Any]]) -> Any:
 THREADS: dict[str, Any] = {"num_workers": 2, "workers": "thread"}
 WORKERS = {"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}, "2-threads": THREADS}
 each = each_of(WORKERS)
+_LOADERS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "threads": THREADS,
+    "fork": forked(2),
+    "persistent": {**forked(2), "persistent_workers": True},
+    "compat": {**forked(2), "compat": "torch"},
+    "batch": {**forked(2), "order": "batch"},
+    "arrival": {**forked(2), "order": "arrival"},
+    "reads": {**forked(2), "fetch_concurrency": 2},
+    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
+}
+"""Arguments of loaders that differ in how they load."""
+
+
+def loaders(*names: str) -> dict[str, dict[str, Any]]:
+    """Some of these."""
+    return {name: _LOADERS[name] for name in names}
 
 
 def sweep(**dimensions: Iterable[Any]) -> Any:

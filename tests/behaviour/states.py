@@ -22,7 +22,15 @@ def begun(loader: Any, batches: int) -> tuple[list[Any], Any]:
 
 
 def plain(batches: Iterable[Any]) -> list[Any]:
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+    """Without tensors, also in lists."""
+    return [
+        each.tolist()
+        if isinstance(each, torch.Tensor)
+        else plain(each)
+        if isinstance(each, list)
+        else each
+        for each in batches
+    ]
 
 
 def resumed(state: Any, loader: Any) -> Any:

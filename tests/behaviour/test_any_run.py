@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minato import DataLoader, python_rng, torch_rng
-from tests.datasets import ORDERS, Draws, Numbers, flat
+from minato import DataLoader
+from tests.datasets import ORDERS, Draws, Helped, flat, rows
 
 WORKERS: list[dict[str, Any]] = [
     {"num_workers": 0},
@@ -44,19 +44,6 @@ ACTIONS = st.lists(
 )
 
 
-class DrawsInThreads(Numbers):
-    """Draws from minato's generators: threads share the global ones."""
-
-    def __getitem__(self, index: int) -> list[float]:
-        drawn = torch.rand((), generator=torch_rng())
-        return [float(index), python_rng().random(), float(drawn)]
-
-
-def plain(batch: Any) -> list[tuple[float, ...]]:
-    """The samples of a batch, each with its index first and then what it drew."""
-    return list(zip(*(part.tolist() for part in batch), strict=True))
-
-
 def compare(got: list[Any], expected: list[Any], order: str) -> None:
     assert len(got) == len(expected)
     assert sorted(flat(got)) == sorted(flat(expected))
@@ -83,14 +70,14 @@ def test_each_index_comes_once_with_the_same_content(
         for kind in (workers, *(detail for _, detail in actions))
         if isinstance(kind, dict)
     )
-    dataset = DrawsInThreads(size) if in_threads else Draws(size)
+    dataset = Helped(size) if in_threads else Draws(size)
 
     def make(workers: dict[str, Any]) -> Any:
         generator = torch.Generator().manual_seed(6)
         return DataLoader(dataset, generator=generator, **options, **workers)
 
     quiet = make({"num_workers": 0})
-    expected, next_epoch = ([plain(batch) for batch in quiet] for _ in range(2))
+    expected, next_epoch = ([*map(rows, quiet)] for _ in range(2))
     loader = make(workers)
     iterator = iter(loader)
     got: list[Any] = []
@@ -100,7 +87,7 @@ def test_each_index_comes_once_with_the_same_content(
         for action, detail in actions:
             if action == "take":
                 left = min(detail, len(expected) - len(got))
-                got += [plain(next(iterator)) for _ in range(left)]
+                got += [rows(next(iterator)) for _ in range(left)]
             elif action == "kill" and kills < MOST_KILLS:
                 kill_a_worker(detail)
                 kills += 1
@@ -111,9 +98,9 @@ def test_each_index_comes_once_with_the_same_content(
                 loader.load_state_dict(state)
                 assert json.loads(json.dumps(loader.state_dict())) == state
                 iterator = iter(loader)
-        got += [plain(batch) for batch in iterator]
+        got += map(rows, iterator)
         assert loader.coverage().complete
-        later = [plain(batch) for batch in loader]
+        later = [*map(rows, loader)]
         assert loader.coverage().complete
     compare(got, expected, options["order"])
     if options["seed"] is None and workers.get("persistent_workers"):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from minato import CoverageError, DataLoader
 from minato.sampling.progress import Tally
@@ -17,10 +15,16 @@ NOTHING = Tally(0, 0)
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "workers", [{}, {"num_workers": 2}, {"num_workers": 3, "workers": "thread"}]
+    "workers",
+    [
+        *({}, {"num_workers": 2}, {"num_workers": 3, "workers": "thread"}),
+        {"num_workers": 2, "persistent_workers": "next_epoch"},
+    ],
 )
 def test_a_whole_epoch_is_covered_in_every_order(order: str, workers: dict[str, Any]) -> None:
-    loader = DataLoader(Sleepy(41, 0.0002, {5: 0.02}), 4, shuffle=True, order=order, **workers)
+    loader = DataLoader(
+        Sleepy(41, 0.0002, {5: 0.02}), 4, shuffle=True, seed=1, order=order, **workers
+    )
     before = loader.coverage()
     assert (before.epoch, before.requested, before.complete) == (-1, NOTHING, True)
     tallies = []
@@ -44,40 +48,6 @@ def test_an_epoch_that_is_broken_off_is_not_covered() -> None:
     assert (coverage.delivered.samples, coverage.complete) == (8, coverage.requested.samples == 8)
     del iterator
     assert loader.coverage() == coverage
-
-
-def test_persistent_workers_that_begin_the_next_epoch_ahead() -> None:
-    stays = {"num_workers": 2, "persistent_workers": "next_epoch"}
-    loader = DataLoader(Numbers(30), 4, seed=1, shuffle=True, **stays)
-    for epoch in range(4):
-        assert len(flat(indices(loader))) == 30
-        coverage = loader.coverage()
-        assert (coverage.epoch, coverage.requested.samples, coverage.complete) == (epoch, 30, True)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        [["a", "b"], ["c"]],
-        [[("x", 1), ("x", 2)], []],
-        [[np.int64(3), np.int64(1)], [torch.tensor(2)]],
-        [[2**70, -5], [None, 1.5]],
-        [[0, 0, 0], [0]],
-    ],
-)
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_keys_of_any_kind(keys: list[list[Any]], num_workers: int) -> None:
-    class Anything(Numbers):
-        def __getitem__(self, key: Any) -> int:
-            return 1
-
-    loader = DataLoader(Anything(1), batch_sampler=keys, num_workers=num_workers, collate_fn=len)
-    assert list(loader) == [len(batch) for batch in keys]
-    coverage = loader.coverage()
-    assert (coverage.delivered.samples, coverage.complete) == (sum(map(len, keys)), True)
-    other = DataLoader(Anything(1), batch_sampler=[[], *keys[::-1]], collate_fn=len)
-    list(other)
-    assert other.coverage().requested == coverage.requested
 
 
 @pytest.mark.filterwarnings("ignore:2 readers deliver the same items")

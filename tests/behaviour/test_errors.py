@@ -7,7 +7,6 @@ import importlib.util
 import multiprocessing
 import os
 import re
-import signal
 import threading
 import time
 import traceback
@@ -24,14 +23,10 @@ from minato import DataLoader, ErrorPolicy, Readers
 from tests.datasets import (
     ORDERS,
     Failing,
-    Held,
-    Journal,
     Numbers,
     Samples,
     drain,
-    flat,
     indices,
-    outcomes,
     wait_until,
 )
 from tests.parity.material import Deadly
@@ -49,23 +44,7 @@ class Torn:
     def __iter__(self) -> Iterator[int]:
         yield from range(20)
         if self.fails:
-            raise LookupError("torn list")
-
-
-@each
-def test_what_a_sampler_raises_takes_no_batch_with_it(workers: dict[str, Any]) -> None:
-    ahead = {"prefetch_factor": 2} if workers["num_workers"] else {}
-    loader = DataLoader(Numbers(100), 2, sampler=Torn(), **ahead, **workers)
-    iterator, got, raised = iter(loader), [], 0
-    while True:
-        try:
-            got += next(iterator).tolist()
-        except LookupError:
-            raised += 1
-            assert loader.coverage().delivered.samples == len(got)
-        except StopIteration:
-            break
-    assert (got, raised) == (list(range(20)), 1)
+            raise LookupError
 
 
 def test_what_a_sampler_raised_in_an_epoch_that_was_broken_off_is_not_told_in_the_next() -> None:
@@ -126,20 +105,6 @@ def test_one_bad_sample_costs_one_batch(order: str, workers: dict[str, Any]) -> 
         assert not {77, 140} & set(delivered)
 
 
-def unpicklable() -> Any:
-    return lambda: None
-
-
-def test_result_that_cannot_be_pickled() -> None:
-    dataset = Samples([1, unpicklable, 3])
-    found = outcomes(iter(DataLoader(dataset, None, num_workers=2)))
-    assert [outcome[0] for outcome in found] == ["batch", "raised", "batch"]
-    assert re.search("pickle|local object", found[1][2])  # from Python 3.13 on the second
-    for workers in (WORKERS["inline"], WORKERS["2-threads"]):
-        found = list(DataLoader(dataset, None, **workers))
-        assert found[1]() is None
-
-
 # ---- workers --------------------------------------------------------------------------------
 
 
@@ -168,35 +133,6 @@ def test_dead_worker_ends_iteration_with_torchs_error(
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(iterator)
     del iterator
-
-
-def test_worker_killed_while_the_consumer_sleeps() -> None:
-    loader = DataLoader(Numbers(1000), prefetch_factor=1, errors=NO_SUCCESSORS, **PROCESSES)
-    iterator: Any = iter(loader)
-    iterator._source._pool.grow(2)  # the first batch needs only one worker
-    next(iterator)
-    (victim, _) = multiprocessing.active_children()
-    os.kill(victim.pid, signal.SIGKILL)
-    watch = iterator._source._pool._watch
-    wait_until(lambda: bool(watch._ended))
-    with pytest.raises(RuntimeError, match=f"{victim.pid}.*exited unexpectedly"):
-        list(iterator)
-    del iterator
-    assert sorted(flat(indices(loader))) == list(range(1000))  # with new workers
-
-
-@pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
-def test_timeout(workers: dict[str, Any]) -> None:
-    dataset = Held(8, None, 9)
-    iterator = iter(DataLoader(dataset, 1, timeout=0.1, **workers))
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
-        next(iterator)
-    assert time.monotonic() - start >= 0.1
-    dataset.missing.value = 0
-    del iterator
-    in_time = DataLoader(Journal(8, 0.01), 4, timeout=60, **workers)
-    assert indices(in_time) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 INSIDE = multiprocessing.RawValue("b", 0)
@@ -267,9 +203,11 @@ def test_a_timeout_says_what_runs_and_where(name: str, monkeypatch: pytest.Monke
     arguments = {"dataset": Waits(4), "batch_size": 2, "num_workers": 1, **arguments}
     iterator: Any = iter(DataLoader(timeout=0.5, **arguments))
     wait_until(lambda: bool(INSIDE.value))
+    asked_s = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="timed out after 0.5 seconds") as caught:
             next(iterator)
+        assert time.monotonic() - asked_s >= 0.5
     finally:
         RELEASED.set()
         iterator.shut_down()
@@ -278,63 +216,6 @@ def test_a_timeout_says_what_runs_and_where(name: str, monkeypatch: pytest.Monke
     assert ("sample_timeout" in note) == (name not in ("thread", "stream-main", "torch"))
     assert "threading.py, line" in note
     assert len(note.splitlines()) <= 5
-
-
-# ---- arguments ------------------------------------------------------------------------------
-
-
-WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "order": ({"order": "random"}, ValueError, "order='random'.*'strict'.*'arrival'.*'fast_first'"),
-    "order-type": ({"order": 3}, ValueError, "order=3.*'strict'"),
-    "order-list": ({"order": ["strict"]}, ValueError, r"order=\['strict'\].*'strict'"),
-    "order-strict-and-free": (
-        {"order": "strict", "in_order": False},
-        ValueError,
-        "order='strict'.*in_order=False",
-    ),
-    "order-batch_sampler": (
-        {"order": "arrival", "batch_sampler": [[0]]},
-        ValueError,
-        "order='arrival'.*batch_sampler.*order='batch'",
-    ),
-    "errors": (
-        {"errors": "ignore"},
-        ValueError,
-        "errors='ignore' is not possible: choose one of 'raise'.*'skip'.*a function.*ErrorPolicy",
-    ),
-    "seed": ({"seed": "1"}, TypeError, "seed='1'.*str.*give an integer"),
-    "seed-bool": ({"seed": True}, TypeError, "seed=True.*bool.*integer"),
-    "budget": ({"memory_budget": 0}, ValueError, "memory_budget=0.*at least 1"),
-    "budget-type": (
-        {"memory_budget": 1e9},
-        TypeError,
-        "memory_budget=1000000000.0.*give an integer",
-    ),
-    "budget-text": ({"memory_budget": "8 apples"}, ValueError, "'8 apples'.*write '8GB'"),
-    "workers": ({"workers": "fiber"}, ValueError, "workers='fiber'.*'thread'.*RayWorkers"),
-    "compat": ({"compat": "jax"}, ValueError, "compat='jax'.*None, 'torch'"),
-    "shared_pool": ({"workers": "shared"}, ValueError, r"workers='shared'.*SharedPool\(\)"),
-    "stragglers": ({"stragglers": 90}, TypeError, "stragglers=90.*int.*StragglerPolicy"),
-    "observe": (
-        {"observe": "run.json"},
-        ValueError,
-        r"observe='run.json'.*True, False, Observe\(...\)",
-    ),
-    "persistent_workers": (
-        {"persistent_workers": "yes"},
-        ValueError,
-        "persistent_workers='yes'.*False, True, 'next_epoch'",
-    ),
-    "transforms": ({"transforms": [abs, 3]}, TypeError, r"transforms\[1\] is not callable: 3"),
-    "transforms-type": ({"transforms": 3}, TypeError, "transforms must be a list of callables.*3"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_FOR_MINATO)
-def test_minatos_own_messages(name: str) -> None:
-    arguments, kind, pattern = WRONG_FOR_MINATO[name]
-    with pytest.raises(kind, match=f"(?s){pattern}"):
-        DataLoader(Numbers(4), **arguments)
 
 
 @pytest.mark.filterwarnings("error")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import itertools
 import multiprocessing
 import os
-import pickle
 import re
 import threading
 import time
@@ -22,7 +19,6 @@ import pytest
 import torch
 
 from minato import DataLoader, MinatoWarning
-from minato._system import _memory_in_second
 from tests.datasets import Filled, Held, Numbers, Samples, flat, wait_until
 from tests.parity.material import identity
 from tests.selection import WORKERS, each
@@ -121,17 +117,6 @@ def test_results_of_a_collate_fn_stay_valid(workers: dict[str, Any]) -> None:
         assert np.unique(batch["sum"]).tolist() == [16 * number + 6]
         assert np.unique(part).tolist() == [4 * number + 2]
         part += 1  # writable, as without workers
-
-
-@each
-def test_copies_of_batches_are_independent_of_the_arena(workers: dict[str, Any]) -> None:
-    for batch in DataLoader(Filled(8, 100), 4, **workers):
-        file = io.BytesIO()
-        torch.save(batch, file)
-        assert file.tell() < 4 * 400 + 2000
-        for twin in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)), batch.clone()):
-            assert torch.equal(twin, batch)
-            assert twin.data_ptr() != batch.data_ptr()
 
 
 # ---- recycled slots -------------------------------------------------------------------------
@@ -286,16 +271,6 @@ def test_budget_bounds_memory_behind_a_straggler(slow: int) -> None:
     releasing.join()
     # Beside what is in flight there is the batch in hand, and an arena keeps the pages of a few free slots.
     assert 4 * MEGABYTE < max(sizes) <= budget + 6 * MEGABYTE
-
-
-def test_default_budget_is_a_share_of_available_memory() -> None:
-    _memory_in_second.cache_clear()
-    before = psutil.virtual_memory().available
-    iterator: Any = iter(DataLoader(Numbers(4), 2, num_workers=1))
-    budget = iterator._source._dispatcher._window.budget_bytes
-    available = max(before, psutil.virtual_memory().available)  # of which other programs take some
-    assert 0 < budget <= 0.3 * available + 64 * MEGABYTE
-    del iterator
 
 
 def test_batches_of_very_different_sizes() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, Sampler
 import minato
 from minato import CostBatches, CostBatchSampler, DataLoader, Replay
 from tests.behaviour.states import Stateful
-from tests.datasets import ORDERS, Draws, Numbers, flat, indices
+from tests.datasets import ORDERS, Draws, Numbers, flat, indices, rows
 from tests.selection import mostly_slow
 
 SIZE, SEED = 41, 3
@@ -59,20 +59,17 @@ def test_two_ranks_go_on_as_three_and_as_one(order: str, num_workers: int) -> No
         # They begin the next epoch early.
         return ranks(count, Draws(SIZE), persistent_workers=num_workers > 0, **fixed)
 
-    def samples(batches: Any) -> list[Any]:
-        return [tuple(map(float, row)) for batch in batches for row in zip(*batch, strict=True)]
-
     (whole,) = drawing(1)
-    expected = sorted(samples(whole))
+    expected = sorted(flat(map(rows, whole)))
     got, states = begun(drawing(2), 2, 1)
     more, states = begun(resumed(drawing(3, batch_size=2), minato.merge_states(states)), 1)
     (last,) = resumed(drawing(1), minato.merge_states(states[::-1]))
-    assert sorted(samples([*got, *more, *last])) == expected
+    assert sorted(flat(map(rows, [*got, *more, *last]))) == expected
     assert last.coverage().delivered == whole.coverage().delivered
     (after,) = drawing(1)
     for loader in (last, after):
         loader.set_epoch(1)
-    assert sorted(samples(last)) == sorted(samples(after))
+    assert sorted(flat(map(rows, last))) == sorted(flat(map(rows, after)))
 
 
 def test_indices_that_repeat_are_the_first_that_were_left() -> None:

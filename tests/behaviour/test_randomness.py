@@ -18,11 +18,13 @@ from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
     Draws,
+    Helped,
     Numbers,
     add_draws,
-    add_noise,
+    helped_draws,
     three_draws,
 )
+from tests.parity.harness import seed_everything
 from tests.parity.material import identity
 from tests.selection import each_of
 
@@ -75,22 +77,6 @@ def test_every_sample_epoch_and_seed_has_its_own_draws() -> None:
     assert len(drawn) == 22 * (3 * 8 + 4)
     assert len(set(drawn)) == len(drawn)
     assert all(0 <= value < 1 for epoch in epochs for s in epoch.values() for value in s[1:4])
-
-
-class Helped(Numbers):
-    """Draws from minato's generators, which threads have too."""
-
-    def __getitem__(self, index: int) -> list[float]:
-        return [float(index), *helped_draws([])]
-
-
-def helped_draws(sample: list[float]) -> list[float]:
-    return [
-        *sample,
-        minato.python_rng().random(),
-        float(minato.numpy_rng().random()),
-        float(torch.rand((), generator=minato.torch_rng())),
-    ]
 
 
 @each_of({**FEW, **THREADS})
@@ -195,14 +181,6 @@ def test_without_a_seed_torchs_generator_decides(workers: dict[str, Any]) -> Non
     assert all(first[index] != second[index] for index in range(12))
 
 
-def test_without_a_seed_content_does_not_depend_on_workers() -> None:
-    def found(num_workers: int) -> Any:
-        options = {"generator": torch.Generator().manual_seed(3), "seed": None, "shuffle": True}
-        return contents(loader(Draws(12), num_workers=num_workers, **options))
-
-    assert found(0) == found(2)
-
-
 def test_persistent_workers_differ_from_epoch_to_epoch() -> None:
     stays = {"num_workers": 2, "persistent_workers": True}
     for seed in (None, 8):
@@ -210,14 +188,6 @@ def test_persistent_workers_differ_from_epoch_to_epoch() -> None:
         assert all(len({epoch[i] for epoch in found}) == 3 for i in range(12))
     again = loader(Draws(12), seed=8, transforms=[add_draws])
     assert contents(again, 3) == found
-
-
-def test_set_epoch_chooses_the_content() -> None:
-    options = {"shuffle": True, "transforms": [add_noise]}
-    epochs = contents(loader(Helped(12), **options), 3)
-    other = loader(Helped(12), num_workers=1, **options)
-    other.set_epoch(2)
-    assert contents(other, 1) == [epochs[2]]
 
 
 def test_seeds_of_any_size() -> None:
@@ -229,20 +199,6 @@ def test_seeds_of_any_size() -> None:
     values = {tuple(sorted(epochs[0].items())) for epochs in found}
     # Seeds count modulo 2**64.
     assert len(values) == len({seed % 2**64 for seed in seeds})
-
-
-def test_keys_other_than_integers_have_their_own_draws() -> None:
-    keys = ["a", "b", ("a", 1), ("a", 2), 1.5, None, 2**70]
-
-    class Named:
-        def __getitem__(self, key: Any) -> list[float]:
-            return [float(keys.index(key)), *three_draws()]
-
-    options = {"sampler": keys, "collate_fn": identity, "seed": 1}
-    expected = contents(DataLoader(Named(), 2, **options))
-    assert contents(DataLoader(Named(), 2, num_workers=2, **options)) == expected
-    drawn = [value for epoch in expected for sample in epoch.values() for value in sample[1:]]
-    assert len(set(drawn)) == len(drawn) == 2 * 7 * 4
 
 
 def test_values_are_the_same_in_every_version() -> None:
@@ -290,9 +246,7 @@ def test_generators_of_the_main_process_are_left_alone(compat: Any, workers: Any
 
 def test_consumer_draws_between_inline_samples() -> None:
     def consumed(epoch: Any) -> Any:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+        seed_everything(0)
         return [three_draws() for _ in epoch]
 
     assert consumed(loader(Draws(12))) == consumed(TorchLoader(Numbers(12), 3))

@@ -13,7 +13,7 @@ import torch
 from minato import DataLoader, Record, Replay
 from minato.sampling.epoch import Seeds
 from tests.behaviour.states import begun, resumed
-from tests.datasets import Draws, Numbers, Stream, flat, indices
+from tests.datasets import Draws, Numbers, Stream, flat, indices, rows
 
 
 class Jerky(Draws):
@@ -24,7 +24,7 @@ class Jerky(Draws):
 
 
 def draws(batches: Any) -> list[list[tuple[float, ...]]]:
-    return [list(zip(*(part.tolist() for part in batch), strict=True)) for batch in batches]
+    return [*map(rows, batches)]
 
 
 @pytest.mark.parametrize("order", ["arrival", "fast_first", "batch", "strict"])

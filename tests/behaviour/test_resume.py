@@ -19,7 +19,7 @@ from torch.utils import data
 
 from minato import DataLoader
 from tests.behaviour.states import HowFar, Stateful, begun, plain, resumed, saved
-from tests.datasets import Cursor, Draws, Failing, InOrder, Numbers, Shuffled, flat, indices
+from tests.datasets import Cursor, Draws, Failing, InOrder, Numbers, Shuffled, flat, indices, rows
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.subprocesses import run
@@ -109,10 +109,6 @@ def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: in
         assert torch.equal(torch.get_rng_state(), before)
         assert got + plain(iterator) == expected
         assert later.coverage().complete
-
-
-def indices_and_draws(batch: Any) -> list[tuple[float, ...]]:
-    return list(zip(*(part.tolist() for part in batch), strict=True))
 
 
 def test_spawned_workers_go_on_for_forked_ones() -> None:
@@ -293,7 +289,7 @@ def test_persistent_workers_and_the_epochs_after(options: dict[str, Any]) -> Non
         return DataLoader(Draws(SIZE), BATCH, shuffle=True, **stays)
 
     def epoch(batches: Any) -> list[Any]:
-        return [indices_and_draws(batch) for batch in batches]
+        return [*map(rows, batches)]
 
     reference, first = loader(), loader()
     expected = [epoch(reference) for _ in range(4)]
@@ -305,15 +301,6 @@ def test_persistent_workers_and_the_epochs_after(options: dict[str, Any]) -> Non
     assert [got + epoch(later), epoch(later), epoch(later)] == expected[1:]
     later.load_state_dict(state)  # while its workers wait
     assert [got + epoch(later), epoch(later)] == expected[1:3]
-
-
-def test_a_distributed_sampler_is_told_its_epoch() -> None:
-    reference, first, later = (make(**SAMPLERS["distributed"]()) for _ in range(3))
-    for loader in (reference, first):
-        loader.set_epoch(5)
-    got, state = begun(first, 1)
-    assert got + indices(resumed(state, later)) == indices(reference)
-    assert later.sampler.epoch == 5
 
 
 @pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
@@ -560,14 +547,6 @@ class Shared(data.IterableDataset[int]):
         return iter(self.numbers())
 
 
-class Drawing(Shared):
-    """Its samples depend on the worker's generators."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in self.numbers():
-            yield 1000 * number + random.randrange(1000)
-
-
 class Steps(Stateful, Shared):
     kept = ("done",)
     done = 0
@@ -601,54 +580,28 @@ class Both(Cursors):
         self.offset = state["offset"]
 
 
-STREAMS = [Both, Drawing, Steps, Cursors, Shared]
-STREAM_CASES = [
-    *((stream, 3, False, "auto") for stream in (Both, Drawing)),
-    *((stream, 2, False, every) for stream in (Both, Steps, Cursors) for every in (3, 2, None, 1)),
-    *((stream, 3, False, "auto") for stream in (Steps, Cursors, Shared)),
-    *pairwise(
-        (stream, num_workers, drop_last, "auto")
-        for stream, num_workers, drop_last in itertools.product(STREAMS, (0, 1, 3), (False, True))
-        # In this process its draws are the program's own.
-        if not (stream is Drawing and num_workers == 0)
-    ),
-]
-
-
 @pytest.mark.parametrize(
-    ("stream", "num_workers", "drop_last", "every"),
-    mostly_slow(dict.fromkeys(STREAM_CASES), quick=3),
+    ("stream", "num_workers", "every"),
+    mostly_slow(
+        [
+            *((Both, num_workers, "auto") for num_workers in (3, 0, 1)),
+            *((stream, 2, every) for every in (3, 2, None, 1) for stream in (Both, Steps, Cursors)),
+        ],
+        quick=4,
+    ),
 )
-def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool, every: Any) -> None:
+def test_iterable_datasets(stream: Any, num_workers: int, every: Any) -> None:
+    """However often their state is taken; ``tests/streams/test_resume.py`` has more of them and of their readers."""
+
     def loader() -> Any:
-        return DataLoader(
-            *(stream(31), 3),
-            num_workers=num_workers,
-            drop_last=drop_last,
-            generator=torch.Generator().manual_seed(8),
-            snapshot_every_n_steps=every,
-        )
+        workers = {"num_workers": num_workers, "snapshot_every_n_steps": every}
+        return DataLoader(stream(31), 3, **workers)
 
     expected = indices(loader())
     moments = range(len(expected) + 1) if num_workers < 2 else (0, 1, 4, 7, len(expected) - 1)
     for batches in moments:
         got, state = begun(loader(), batches)
         assert got + indices(resumed(state, loader())) == expected, batches
-
-
-def test_a_stream_is_resumed_twice_by_as_many_workers() -> None:
-    def loader(num_workers: int = 2) -> Any:
-        return DataLoader(Cursors(40), 3, num_workers=num_workers)
-
-    got, state = begun(loader(), 3)
-    for _ in range(2):
-        more, state = begun(resumed(state, loader()), 4)
-        got += more
-    assert got + indices(resumed(state, loader())) == indices(loader())
-    with pytest.raises(
-        ValueError, match="number of readers of the dataset was 2 .* give readers=2"
-    ):
-        loader(3).load_state_dict(state)
 
 
 class StuckStream(Cursors):

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from minato import DataLoader, ErrorPolicy, MinatoWarning
 from minato.errors import SampleTimeoutError
-from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat, indices
+from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat, indices, raising
 from tests.selection import WORKERS, each, mostly_slow, sweep
 from tests.threads import run_together
 
@@ -245,13 +245,6 @@ def test_collate_fn_that_raises_costs_its_batch(workers: dict[str, Any], order: 
     found, raised = drain(iter(DataLoader(Numbers(24), 4, collate_fn=Flaky(0), **workers)))
     assert (found, len(raised)) == ([], 6)
     assert {type(error) for error in raised} == {OddError}
-
-
-def raising(kind: type[BaseException], *given: object) -> Callable[[Any], Any]:
-    def act(argument: Any) -> Any:
-        raise kind(*given)
-
-    return act
 
 
 @pytest.mark.parametrize("workers", [WORKERS["2-processes"], WORKERS["2-threads"]])

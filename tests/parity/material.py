@@ -146,6 +146,29 @@ class Repeating:
             yield from iter(self.sampler)
 
 
+def multi_epochs(base: Any) -> Any:
+    """A loader of a class whose one iterator goes on from epoch to epoch."""
+
+    class MultiEpochs(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._DataLoader__initialized = False
+            self.batch_sampler = Repeating(self.batch_sampler)
+            self._DataLoader__initialized = True
+            self.iterator: Any = None
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self) -> Any:
+            if self.iterator is None:
+                self.iterator = super().__iter__()
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return MultiEpochs
+
+
 class Grumpy(InOrder):
     def __iter__(self) -> Iterator[int]:
         yield from range(self.size // 2)

@@ -26,14 +26,17 @@ def test_readiness_order_mixes_batches() -> None:
     arguments = {"batch_size": 2, "num_workers": 2, "in_order": False}
     whole = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
-    def batches(make: Any, **own: Any) -> list[list[int]]:
-        return [batch.tolist() for batch in make(WaitsForOthers(8, 4), **arguments, **own)]
+    def batches(make: Any, others: int = 4, **own: Any) -> list[list[int]]:
+        dataset = WaitsForOthers(8, others)
+        return [batch.tolist() for batch in make(dataset, **{**arguments, **own})]
 
     assert sorted(batches(TorchLoader)) == whole
     mixed = batches(minato.DataLoader)
     assert sorted(map(sorted, mixed)) != whole
     assert sorted(index for batch in mixed for index in batch) == [*range(8)]
     assert sorted(batches(minato.DataLoader, order="batch")) == whole
+    kept = batches(minato.DataLoader, others=8, batch_size=1, batch_sampler=whole)
+    assert sorted(kept) == whole != kept
 
 
 class Busy(WaitsForOthers):

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
-import multiprocessing
-import os
 import sqlite3
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +24,7 @@ from torch.utils.data import IterableDataset
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
-from tests.datasets import Numbers, Samples, wait_until
+from tests.datasets import Numbers, Samples, raising
 from tests.parity.harness import TORCH_IS_UNTIDY, TorchLoader
 from tests.parity.material import BadSample, Holding, NoLength
 
@@ -110,49 +107,6 @@ class Box:
     """No rule collates it."""
 
 
-class Later(BadSample):
-    """Its sample 2 leaves the process alone with time to deliver those before it."""
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.05)
-        return int(super().__getitem__(index))
-
-
-def raises(kind: type[Exception], *given: object) -> Callable[..., object]:
-    def act(*arguments: object) -> object:
-        raise kind(*given)
-
-    return act
-
-
-def stop() -> None:
-    os._exit(3)
-
-
-class Stuck(Numbers):
-    """Its samples say that they run, and end when the test is over."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.runs, self.is_over = (multiprocessing.RawValue("b", 0) for _ in range(2))
-
-    def __getitem__(self, index: int) -> int:
-        self.runs.value = 1
-        wait_until(lambda: bool(self.is_over.value))
-        return index
-
-
-def timed_out(make: Any) -> object:
-    """Wait too long for a sample; the start of its worker may take longer than that."""
-    dataset = Stuck()
-    iterator = iter(make(dataset, sampler=[2], num_workers=1, timeout=0.5))
-    wait_until(lambda: bool(dataset.runs.value))
-    try:
-        return next(iterator)
-    finally:
-        dataset.is_over.value = 1
-
-
 def open_missing() -> object:
     return open("/nowhere/picture.png")
 
@@ -189,7 +143,7 @@ def without(package: str, extra: str, act: Callable[[], object]) -> Mistake:
 TWO = {"num_workers": 2}
 ONE_WORKER = {"num_workers": 1, "batch_size": 2}
 BATCH = {"batch_size": 4}
-BAD = raises(ValueError, "bad")
+BAD = raising(ValueError, "bad")
 
 NAMES = {
     name: row(f"{name}'", words, **{name: 2})
@@ -304,48 +258,77 @@ FUNCTIONS = {
     "sample beyond the end": row(
         "index", "the sample with index 5", dataset=Samples([1, 2]), sampler=[0, 5]
     ),
-    "sample stops an iterator": row(
-        f"{OF_A_SAMPLE[1]} raised StopIteration",
-        dataset=BadSample(4, raises(StopIteration)),
-        **BATCH,
-    ),
     "transform raises": row(
         "bad", "in act", "the sample with index 0", better=None, transforms=[BAD], **BATCH
     ),
-    "timeout": Mistake(
-        timed_out, ("timed out after 0.5 s", "index 2", "in __getitem__", "sample_timeout")
-    ),
-    "worker exits": row(
-        *("exited unexpectedly", "code 3", "index 2"),
-        dataset=Later(4, stop),
-        num_workers=1,
-    ),
 }
 HELD = {
-    "file": kept(lambda: open(os.devnull), "open or create it"),  # noqa: SIM115
     "connection": kept(lambda: sqlite3.connect(":memory:"), "Connection", "open or create"),
     "mapped file": kept(lambda: mmap.mmap(-1, 9), "mmap", "open or create"),
-    "lock": kept(threading.Lock, "lock", "create it"),
-    "generator": kept(lambda: (i for i in "ab"), "generator", "open or create it"),
     "lock of a client": kept(
         lambda: Holding(threading.Lock()),
         *("dataset.held.held", "create it", "or dataset.held, which holds it"),
     ),
     "function": kept(lambda: lambda sample: sample)._replace(told=(), better=False),
 }
-OWN = {  # the others are in tests/behaviour/test_errors.py
+OWN = {
     name: mistake._replace(better=None)
     for name, mistake in {
+        "order": row(
+            *("ValueError: order='random'", "'strict'", "'arrival'", "'fast_first'"), order="random"
+        ),
         "order mistyped": row("order='arival'", "did you mean 'arrival'?", order="arival"),
+        "order number": row("ValueError: order=3", "'strict'", order=3),
+        "order list": row("ValueError: order=['strict']", "'strict'", order=["strict"]),
+        "strict and free": row(
+            "ValueError: order='strict'", "in_order=False", order="strict", in_order=False
+        ),
+        "batch_sampler": row(
+            *("ValueError: order='arrival'", "batch_sampler", "order='batch'"),
+            order="arrival",
+            batch_sampler=[[0]],
+        ),
+        "workers": row("ValueError: workers='fiber'", "'thread'", "RayWorkers", workers="fiber"),
+        "workers shared": row("ValueError: workers='shared'", "SharedPool()", workers="shared"),
         "workers number": row("workers=4", "did you mean num_workers=4?", workers=4),
         "workers mistyped": row("workers='threads'", "did you mean 'thread'?", workers="threads"),
         "memory_budget in gigabytes": row(
             "memory_budget=8", "bytes", "did you mean '8GB'?", memory_budget=8
         ),
+        "memory_budget of none": row("ValueError: memory_budget=0", "at least 1", memory_budget=0),
+        "memory_budget float": row(
+            "TypeError: memory_budget=1000000000.0", "give an integer", memory_budget=1e9
+        ),
+        "memory_budget text": row(
+            "ValueError: memory_budget='8 apples'", "write '8GB'", memory_budget="8 apples"
+        ),
+        "errors": row(
+            *(
+                "ValueError: errors='ignore'",
+                "one of 'raise'",
+                "'skip'",
+                "a function",
+                "ErrorPolicy",
+            ),
+            errors="ignore",
+        ),
         "errors mistyped": row("errors='skipp'", "did you mean 'skip'?", errors="skipp"),
-        "errors class": row("errors=ErrorPolicy", "ErrorPolicy(...)", errors=ErrorPolicy),
         "device": row("device='gpu'", device="gpu"),
-        "recording": row("recording='r'", "a Record or a Replay", recording="r"),
+        "seed text": row("TypeError: seed='1'", "str", "give an integer", seed="1"),
+        "seed bool": row("TypeError: seed=True", "bool", "integer", seed=True),
+        "compat": row("ValueError: compat='jax'", "None, 'torch'", compat="jax"),
+        "stragglers": row("TypeError: stragglers=90", "int", "StragglerPolicy", stragglers=90),
+        "observe": row(
+            "ValueError: observe='run.json'", "True, False, Observe(...)", observe="run.json"
+        ),
+        "persistent_workers": row(
+            *("ValueError: persistent_workers='yes'", "False, True, 'next_epoch'"),
+            persistent_workers="yes",
+        ),
+        "transforms": row("TypeError: transforms[1] is not callable: 3", transforms=[abs, 3]),
+        "transforms number": row(
+            "TypeError: transforms must be a list of callables", "not 3", transforms=3
+        ),
         "pin_memory": row("pin_memory='inplace'", "did you mean 'in_place'?", pin_memory="inplace"),
         "scale": Mistake(lambda make: AutoScale(min=4, max=2), ("min=4", "max=2", "in this order")),
         "sample_timeout without workers": row(
@@ -380,8 +363,7 @@ MISTAKES: dict[str, Mistake] = {
 
 @TORCH_IS_UNTIDY
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(name: str, torch_looks_often: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 60.0)
+def test_a_mistake(name: str, torch_looks_often: None) -> None:
     mistake = MISTAKES[name]
     ours, wanted = told(mistake, DataLoader), mistake.told
     missing = [word for word in wanted if word not in ours.text]
@@ -408,7 +390,7 @@ class Evasive:
 
 
 def test_no_note_misleads() -> None:
-    unlucky = BadSample(4, raises(TypeError, "'NoneType' object is not subscriptable"))
+    unlucky = BadSample(4, raising(TypeError, "'NoneType' object is not subscriptable"))
     for dataset, index in ((unlucky, 2), (Evasive(), 0)):
         with pytest.raises(TypeError, match="not subscriptable") as caught:
             list(DataLoader(dataset, sampler=[index]))

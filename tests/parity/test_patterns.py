@@ -41,11 +41,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
 from minato._support.loader_class import TorchDataLoader
-from tests.behaviour.states import HowFar
+from tests.behaviour.states import HowFar, plain
 from tests.datasets import InOrder, Numbers, Parts, Roll, wait_until
 from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
-from tests.parity.material import Repeating
+from tests.parity.material import Repeating, multi_epochs
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +73,6 @@ def pattern(row: str) -> Callable[[Program], Program]:
     return enter
 
 
-def plain(batches: Any) -> list[Any]:
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
-
-
 def permuting(dataset: Any) -> RandomSampler:
     return RandomSampler(dataset, generator=torch.Generator().manual_seed(7))
 
@@ -94,25 +90,8 @@ def living() -> int:
 
 @pattern("one endless iterator")
 def one_endless_iterator(base: Any, workers: int) -> Any:
-    class Loader(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._DataLoader__initialized = False
-            self.batch_sampler = Repeating(self.batch_sampler)
-            self._DataLoader__initialized = True
-            self.iterator: Any = None
-
-        def __len__(self) -> int:
-            return len(self.batch_sampler.sampler)
-
-        def __iter__(self) -> Any:
-            if self.iterator is None:
-                self.iterator = super().__iter__()
-            for _ in range(len(self)):
-                yield next(self.iterator)
-
     dataset = Numbers(10)
-    loader = Loader(dataset, 4, sampler=permuting(dataset), num_workers=workers)
+    loader = multi_epochs(base)(dataset, 4, sampler=permuting(dataset), num_workers=workers)
     epochs = [plain(loader) for _ in range(3)]
     started = plain(itertools.islice(loader, 2))
     return epochs, started, plain(loader), len(loader)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
 import minato
+from tests.behaviour import states
 from tests.behaviour.states import begun, resumed
 from tests.datasets import TOO_MANY_WORKERS, Draws
-from tests.parity.harness import TorchLoader
+from tests.parity.harness import TorchLoader, seed_everything
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -24,13 +23,11 @@ each = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 def plain(batches: Any) -> list[Any]:
-    return [torch.stack(batch).T.tolist() for batch in batches]
+    return [[*map(list, zip(*batch, strict=True))] for batch in states.plain(batches)]
 
 
 def epoch(loader: Any, seed: int) -> list[Any]:
-    random.seed(seed)  # which torch needs in line for the other two generators
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_everything(seed)  # torch needs more than its own generator in line
     return plain(loader)
 
 
