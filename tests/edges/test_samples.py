@@ -28,20 +28,13 @@ from minato import DataLoader, ErrorPolicy
 from minato.batching.sample_spec import are_plain
 from minato.workers import worker
 from tests.datasets import Numbers, Pair, flat, forked, wait_until
-from tests.edges.travellers import Attributed, Subclass, Text, shown
+from tests.edges.travellers import Attributed, Items, Number, Subclass, Text, shown
+from tests.selection import loaders
 
 SIZE, BATCH = 12, 3
 
 
-class Number(int):
-    pass
-
-
 class Record(dict):  # type: ignore[type-arg]
-    pass
-
-
-class Items(list):  # type: ignore[type-arg]
     pass
 
 
@@ -223,16 +216,9 @@ PLAIN: dict[str, Callable[[int], Any]] = {
 """Samples that another worker may collate."""
 
 KINDS = {**OTHERS, **PLAIN}
-LOADERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "strict": forked(2),
-    "batch": {**forked(2), "order": "batch"},
-    "arrival": {**forked(2), "in_order": False},
+LOADERS = {
+    **loaders("inline", "fork", "batch", "arrival", "forkserver", "threads", "compat", "reads"),
     "fast first": {**forked(3), "order": "fast_first"},
-    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
-    "threads": {"num_workers": 2, "workers": "thread"},
-    "compat": {**forked(2), "compat": "torch"},
-    "reads": {**forked(2), "fetch_concurrency": 2},
 }
 
 
@@ -289,8 +275,8 @@ def test_collate_fn_gets_what_the_dataset_returned(kind: str, loader: str) -> No
 
 
 FAMILIES = {
-    "one process": ["0", "threads"],
-    "whole batches": ["strict", "compat", "forkserver", "batch", "reads"],
+    "one process": ["inline", "threads"],
+    "whole batches": ["fork", "compat", "forkserver", "batch", "reads"],
     "mixed batches": MIXING,
 }
 
@@ -341,7 +327,7 @@ def values(samples: list[Any]) -> list[int]:
     return [int(each) if isinstance(each, torch.Tensor) else each.value for each in samples]
 
 
-@pytest.mark.parametrize("loader", ["strict", "batch", "arrival", "fast first"])
+@pytest.mark.parametrize("loader", ["fork", "batch", "arrival", "fast first"])
 def test_the_first_sample_that_must_stay_changes_how_batches_are_made(
     loader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,7 +378,7 @@ class Broken(Late):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("loader", ["strict", "batch", "arrival", "fast first", "compat", "reads"])
+@pytest.mark.parametrize("loader", ["fork", "batch", "arrival", "fast first", "compat", "reads"])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_samples_are_skipped_where_batches_stay_whole(loader: str, drop_last: bool) -> None:
     ours = DataLoader(
@@ -412,10 +398,3 @@ def test_samples_are_skipped_where_batches_stay_whole(loader: str, drop_last: bo
     elif not drop_last:  # which drops the batch that no sample is left for
         assert sorted(flat(batches)) == flat(expected)
     assert ours.coverage().complete
-
-
-@pytest.mark.parametrize("kind", ["tuple with arguments", "ordered", "user dictionary", "mapping"])
-@pytest.mark.parametrize("loader", ["strict", "compat", "forkserver"])
-def test_default_collate_gets_containers_as_they_are(kind: str, loader: str) -> None:
-    expected = [*map(shown, TorchLoader(Made(kind), BATCH))]
-    assert [*map(shown, DataLoader(Made(kind), BATCH, **LOADERS[loader]))] == expected

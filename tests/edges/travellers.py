@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from tests.datasets import Numbers, Pair
+from tests.parity.harness import describe_tensor
 
 KEPT: list[Any] = []
 """Ends of pipes that were made here."""
@@ -82,6 +83,14 @@ class Text(str):
     """A text with attributes."""
 
 
+class Number(int):
+    """A number with attributes."""
+
+
+class Items(list):  # type: ignore[type-arg]
+    """A list with attributes."""
+
+
 class Node:
     """Refers to itself."""
 
@@ -108,7 +117,7 @@ class Frozen:
     tensor: torch.Tensor
 
 
-class Colour(enum.Enum):
+class Colour(enum.IntEnum):
     RED = 1
 
 
@@ -330,7 +339,7 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
     name = type(value).__qualname__
     attributes = sorted((key, str(each)) for key, each in getattr(value, "__dict__", {}).items())
     if isinstance(value, torch.Tensor):
-        return name, _shown_tensor(value), sorted(getattr(value, "__dict__", {}).items())
+        return name, describe_tensor(value), sorted(getattr(value, "__dict__", {}).items())
     if isinstance(value, np.ma.MaskedArray):
         return name, inner(value.data.view(np.ndarray)), value.mask.tolist(), value.fill_value
     if isinstance(value, np.ndarray):
@@ -377,27 +386,6 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         return name, getattr(value, "__qualname__", repr(value)), repr(itself)[:20], held
     return name, re.sub("0x[0-9a-f]+", "0x", repr(value)), getattr(value, "__dict__", None)
-
-
-def _shown_tensor(value: torch.Tensor) -> Any:
-    what: tuple[Any, ...] = (
-        *(value.dtype, str(value.layout), str(value.device), value.requires_grad, value.is_leaf),
-        *(value.is_conj(), value.is_neg(), value.is_inference()),
-    )
-    value = value.detach()
-    if value.is_nested:
-        return what, [_shown_tensor(each) for each in value.unbind()]
-    what += (tuple(value.shape),)
-    if value.is_quantized:
-        return (*what, value.qscheme(), value.int_repr().tolist())
-    if value.device.type == "meta":
-        return (*what, value.stride())
-    if value.layout is torch.sparse_coo:
-        return (*what, value.is_coalesced(), repr(value))
-    if value.layout is not torch.strided:
-        return (*what, repr(value))
-    content = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).tolist()
-    return (*what, value.stride(), content)
 
 
 def shares(tensors: list[torch.Tensor]) -> list[list[int]]:

@@ -64,7 +64,7 @@ def describe(value: Any) -> Any:
     """Everything about a delivered object that a program can rely on, as nested tuples."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return (kind.__qualname__, *_tensor(value))
+        return (kind.__qualname__, *describe_tensor(value))
     if isinstance(value, np.ndarray):
         content = value.tolist() if value.dtype.hasobject else value.tobytes()
         access = value.flags.writeable, value.flags.aligned
@@ -94,18 +94,23 @@ def _extras(value: Any) -> Any:
     return extras
 
 
-def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    common = (tensor.dtype, tensor.layout, tensor.device.type, tensor.requires_grad, tensor.is_leaf)
+def describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its class and its attributes."""
+    common: tuple[Any, ...] = (
+        *(tensor.dtype, tensor.layout, tensor.device.type, tensor.requires_grad, tensor.is_leaf),
+        *(tensor.is_conj(), tensor.is_neg(), tensor.is_inference()),
+    )
     if tensor.is_meta:
         return (*common, tuple(tensor.shape), tensor.stride())
     if tensor.is_nested:
-        return (*common, "nested", [_tensor(part) for part in tensor.unbind()])
+        return (*common, "nested", [describe_tensor(part) for part in tensor.unbind()])
     if tensor.layout is torch.sparse_coo:
-        parts = tensor._indices(), tensor._values()
-        return (*common, tuple(tensor.shape), [_tensor(part.detach()) for part in parts])
+        parts = tensor._indices().detach(), tensor._values().detach()
+        shape = tuple(tensor.shape), tensor.is_coalesced()
+        return (*common, *shape, *map(describe_tensor, parts))
     if tensor.layout is torch.sparse_csr:
-        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-        return (*common, tuple(tensor.shape), [_tensor(part.detach()) for part in parts])
+        rows = tensor.crow_indices(), tensor.col_indices(), tensor.values().detach()
+        return (*common, tuple(tensor.shape), *map(describe_tensor, rows))
     scale = ()
     if tensor.is_quantized:
         scale = (tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point())

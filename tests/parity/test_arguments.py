@@ -17,12 +17,11 @@ import torch.multiprocessing
 from torch.utils.data import (
     BatchSampler,
     Dataset,
-    RandomSampler,
     SequentialSampler,
 )
 
 import minato
-from tests.datasets import Numbers, Parts, Samples, Stream, flat
+from tests.datasets import Numbers, Parts, Stream, flat
 from tests.parity.harness import (
     ARGUMENTS,
     AS_TORCH_IS_NOW,
@@ -33,7 +32,8 @@ from tests.parity.harness import (
     same_for_both,
     seen_attributes,
 )
-from tests.parity.material import OnlyIter, Tensors, identity, no_op
+from tests.parity.material import OnlyIter, identity, no_op
+from tests.selection import mostly_slow
 
 # ---- the signature --------------------------------------------------------------------------
 
@@ -318,25 +318,15 @@ class StartMethod(Dataset[str]):
         return type(multiprocessing.current_process()).__name__
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", mostly_slow(["fork", "spawn", "forkserver"]))
 def test_multiprocessing_context_by_name_and_by_object(method: str) -> None:
-    same_for_both(
-        lambda make: [*make(StartMethod(), num_workers=1, multiprocessing_context=method)]
-    )
-    for module in (multiprocessing, torch.multiprocessing):
-        context = module.get_context(method)
-        loader = minato.DataLoader(StartMethod(), num_workers=1, multiprocessing_context=context)
-        assert loader.multiprocessing_context is context
-
-
-def test_multiprocessing_context_as_an_object_is_used() -> None:
-    for context in (multiprocessing.get_context("fork"), torch.multiprocessing.get_context("fork")):
+    objects = [each.get_context(method) for each in (multiprocessing, torch.multiprocessing)]
+    for context in (method, *objects):
         same_for_both(
-            lambda make, context=context: [
-                *make(StartMethod(), num_workers=1, multiprocessing_context=context)
-            ]
+            lambda make: [*make(StartMethod(), num_workers=1, multiprocessing_context=context)]  # noqa: B023
         )
+        loader = minato.DataLoader(FOUR, num_workers=1, multiprocessing_context=context)
+        assert loader.multiprocessing_context is context or context is method
 
 
 def test_multiprocessing_context_may_be_set_again() -> None:
@@ -469,9 +459,3 @@ def test_length_of_what_has_none(name: str) -> None:
 
     same_for_both(case)
     same_for_both(lambda make: make(**arguments) and None)  # bool(loader) asks for the length
-
-
-def test_random_sampler_that_is_shared_by_both() -> None:
-    sampler = RandomSampler(range(6), generator=torch.Generator().manual_seed(1))
-    assert sorted(flat(minato.DataLoader(Samples(range(6)), 2, sampler=sampler))) == [*range(6)]
-    assert minato.DataLoader(Tensors(6), sampler=sampler).sampler is sampler

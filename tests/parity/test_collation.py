@@ -6,12 +6,11 @@ import array
 import collections
 import copy
 import datetime
-import enum
 import fractions
 import functools
 import io
-import operator
 import pickle
+import re
 import warnings
 from collections import OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
@@ -22,16 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import minato
 from tests.datasets import TORCH_TAKES_BOOLS, Pair, Samples, outcomes
+from tests.edges.travellers import Attributed, Colour, Number, Subclass, Text
 from tests.parity.harness import (
     TorchLoader,
     attempt,
     describe,
-    drain,
     each,
     same_for_both,
     without_worker,
@@ -142,10 +141,6 @@ class Point(tuple):
     """A subclass of tuple whose constructor takes one argument."""
 
 
-class Special(torch.Tensor):
-    """A subclass of Tensor."""
-
-
 class Loud(torch.Tensor):
     """A subclass of Tensor with an attribute."""
 
@@ -159,22 +154,6 @@ class Loud(torch.Tensor):
         if isinstance(result, Loud):
             result.loudness = 11
         return result
-
-
-class Measure(np.ndarray):
-    """A subclass of ndarray."""
-
-
-class Colour(enum.IntEnum):
-    RED = 1
-
-
-class Text(str):
-    """A subclass of str."""
-
-
-class Count(int):
-    """A subclass of int."""
 
 
 class Ratio(float):
@@ -293,9 +272,9 @@ ODD: dict[str, list[Any]] = {
     "sparse-csr": [compressed(n) for n in range(3)],
     "quantized": [quantized(n) for n in range(3)],
     "nested": [nested(n) for n in range(3)],
-    "subclass": [torch.full((2,), n).as_subclass(Special) for n in range(3)],
-    "subclass-then-plain": [torch.ones(2).as_subclass(Special), torch.ones(2), torch.ones(2)],
-    "plain-then-subclass": [torch.ones(2), torch.ones(2).as_subclass(Special), torch.ones(2)],
+    "subclass": [torch.full((2,), n).as_subclass(Subclass) for n in range(3)],
+    "subclass-then-plain": [torch.ones(2).as_subclass(Subclass), torch.ones(2), torch.ones(2)],
+    "plain-then-subclass": [torch.ones(2), torch.ones(2).as_subclass(Subclass), torch.ones(2)],
     "subclass-with-function": [torch.full((2,), n).as_subclass(Loud) for n in range(3)],
     "parameter": [torch.nn.Parameter(torch.ones(2)) for _ in range(3)],
     "requires-grad": [torch.ones(2, requires_grad=True) for _ in range(3)],
@@ -311,7 +290,7 @@ ODD: dict[str, list[Any]] = {
     "structured": [structured(n) for n in range(3)],
     "record": [np.rec.array([(n, 2.0)], dtype=[("a", int), ("b", float)]) for n in range(3)],
     "read-only": [read_only(n) for n in range(3)],
-    "array-subclass": [np.arange(3.0).view(Measure) for _ in range(3)],
+    "array-subclass": [np.arange(3.0).view(Attributed) for _ in range(3)],
     "matrix": [np.ones((2, 2)).view(np.matrix)] * 3,
     "masked": [np.ma.masked_array([1, 2], [True, False])] * 3,
     "zero-dimensional": [np.array(n) for n in range(3)],
@@ -319,7 +298,7 @@ ODD: dict[str, list[Any]] = {
     "backwards": [np.arange(6.0)[::-1]] * 3,
     "window": [np.lib.stride_tricks.sliding_window_view(np.arange(5.0), 3) for _ in range(3)],
     "float-subclass": [Ratio(n / 2) for n in range(3)],
-    "int-subclass": [Count(n) for n in range(3)],
+    "int-subclass": [Number(n) for n in range(3)],
     "bool-then-int": [True, 2, 3],
     "int-then-bool": [1, True, 3],
     "int-then-float": [1, 2.5, 3],
@@ -432,14 +411,6 @@ def test_default_collate_in_threads() -> None:
     assert without_worker(ours) == without_worker(theirs)
 
 
-def test_what_torch_waits_for_in_vain_is_an_error() -> None:
-    """Results that cannot be sent to the main process: torch prints a traceback and hangs."""
-    samples = [MappingProxyType({"a": n}) for n in range(3)]
-    loader = minato.DataLoader(Samples(samples), 3, num_workers=1)
-    with pytest.raises(TypeError, match="cannot pickle 'mappingproxy' object"):
-        next(iter(loader))
-
-
 # ---- the function of the user ---------------------------------------------------------------
 
 CONVERSIONS: dict[str, Callable[[list[Any]], Any]] = {
@@ -486,22 +457,6 @@ def test_what_torchs_workers_mutilate_arrives_as_without_workers(name: str) -> N
         assert ours == theirs
 
 
-class Sums(Samples):
-    """Samples that cannot be sent anywhere."""
-
-    def __getitem__(self, index: int) -> Any:
-        return iter([index, 1])
-
-
-@each
-def test_samples_that_only_the_collate_fn_can_read(workers: Any, own: Any) -> None:
-    def case(make: Any) -> Any:
-        loader = make(Sums(range(23)), 5, collate_fn=lambda parts: [*map(sum, parts)], **workers)
-        return [[*loader] for _ in range(2)]
-
-    same_for_both(case, **own)
-
-
 @each
 @pytest.mark.parametrize("change", [list.pop, list.clear, lambda samples: samples.append(0)])
 def test_collate_fn_may_change_its_list(change: Any, workers: Any, own: Any) -> None:
@@ -514,36 +469,16 @@ def test_collate_fn_may_change_its_list(change: Any, workers: Any, own: Any) -> 
 
 
 def test_results_that_cannot_be_sent_are_errors() -> None:
+    """Torch prints a traceback and hangs."""
     errors = TypeError, AttributeError, pickle.PicklingError  # the last from Python 3.14 on
-    for result in (lambda: None, (n for n in ()), memoryview(b"")):
-        made = functools.partial(operator.getitem, [result] * 2)
-        loader = minato.DataLoader(Samples([1]), None, collate_fn=made, num_workers=1)
-        with pytest.raises(errors, match="pickle|local object"):
-            next(iter(loader))
-
-
-class Fragile:
-    """It can be pickled, and not be unpickled."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
-def test_samples_that_cannot_be_unpickled_stay_where_they_are() -> None:
-    samples = [Fragile() if n == 5 else n for n in range(9)]
-
-    def found(collate_fn: Any) -> list[Any]:
-        loader = minato.DataLoader(Samples(samples), 3, collate_fn=collate_fn, num_workers=2)
-        return outcomes(iter(loader))
-
-    expected = [["int"] * 3, ["int", "int", "Fragile"], ["int"] * 3]
-    assert found(kinds) == [("batch", batch) for batch in expected]
-    # default_collate refuses them, as it does with torch.
-    assert [outcome[0] == "raised" for outcome in found(None)] == [False, True, False]
-
-
-def kinds(samples: list[Any]) -> list[str]:
-    return [type(sample).__name__ for sample in samples]
+    for result in (lambda: None, (n for n in ()), memoryview(b""), MappingProxyType({"a": 1})):
+        options = {"batch_size": None, "collate_fn": [1, result, 3].__getitem__}
+        found = outcomes(iter(minato.DataLoader(range(3), num_workers=2, **options)))
+        assert [outcome[0] for outcome in found] == ["batch", "raised", "batch"]
+        assert issubclass(found[1][1], errors)
+        assert re.search("pickle|local object", found[1][2])
+        for workers in ({}, {"num_workers": 2, "workers": "thread"}):
+            assert [*minato.DataLoader(range(3), **options, **workers)][1] is result
 
 
 # ---- entries of the user in torch's map -----------------------------------------------------
@@ -564,7 +499,8 @@ def gathered(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 @each
 @pytest.mark.parametrize(
-    "kind", [Record, torch.Tensor, np.ndarray, (Count, Ratio), int, dict, type(None), list, Special]
+    "kind",
+    [Record, torch.Tensor, np.ndarray, (Number, Ratio), int, dict, type(None), list, Subclass],
 )
 def test_user_entries_in_the_function_map(
     kind: Any, workers: Any, own: Any, collate_fn_map: dict[Any, Any]
@@ -632,29 +568,3 @@ def test_objects_that_occur_twice_in_a_batch_are_one(workers: Any, own: Any) -> 
         return [tail, tensor is again, values is likewise, items is too]
 
     same_for_both(case, **own)
-
-
-@each
-def test_views_and_shared_storages(workers: Any, own: Any) -> None:
-    table = torch.arange(60.0).view(6, 10)
-
-    def case(make: Any) -> Any:
-        samples = [table[1], table[3, 2:5], table[2:3], table[::2], table.t(), table[:, ::2]]
-        return [*make(Samples(samples), 1, collate_fn=identity, **workers)]
-
-    same_for_both(case, **own)
-
-
-def test_a_view_that_sees_little_of_its_storage_is_copied_compactly() -> None:
-    table = torch.arange(600_000.0).view(6, 100_000)
-    loader = minato.DataLoader(Samples([table[:, 4]]), None, num_workers=1)
-    (column,) = loader
-    assert torch.equal(column, table[:, 4])
-    assert column.untyped_storage().nbytes() == column.nbytes
-
-
-def test_nothing_is_lost_by_deep_nesting_of_equal_structures() -> None:
-    samples = [[{"a": (n, [torch.ones(2) * n] * 3)}] * 3 for n in range(5)]
-    expected = describe(default_collate(samples))
-    assert same_for_both(lambda make: next(iter(make(Samples(samples), 5)))) == expected
-    assert drain(iter(minato.DataLoader(Samples(samples), 5, num_workers=2)))[0] == expected

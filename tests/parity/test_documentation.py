@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,49 +26,34 @@ def program(documented: Any) -> str:
     return "\n".join(prompts)
 
 
-def under_patch(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def same(text: str, **names: Any) -> list[Any]:
+    """Run a program with torch's class and with ours, and compare; returns what it noted down."""
+
+    def outcome(_: Any) -> Any:
+        noted: list[Any] = []
+        scope = {
+            "torch": torch,
+            "math": math,
+            "List": list,
+            "Iterator": Iterator,
+            "Sampler": Sampler,
+            "DistributedSampler": DistributedSampler,
+            "DataLoader": torch.utils.data.DataLoader,
+            "print": noted.append,
+            **names,
+        }
+        exec(compile(text, "<documentation>", "exec"), scope)
+        return noted
+
+    theirs = recorded(outcome, None)
     with minato.patch():
-        return run()
+        assert recorded(outcome, None) == theirs
+    kind, noted, _ = theirs["outcome"]
+    assert kind == "list", theirs["outcome"]
+    return list(noted)
 
 
-def under_the_replaced_name(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    with monkeypatch.context() as context:
-        context.setattr(torch.utils.data, "DataLoader", minato.DataLoader)
-        return run()
-
-
-@pytest.fixture(params=[under_patch, pytest.param(under_the_replaced_name, marks=pytest.mark.slow)])
-def same(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs a program with torch's class and with ours, and compares; returns what it noted down."""
-
-    def run(text: str, **names: Any) -> list[Any]:
-        def outcome(_: Any) -> Any:
-            noted: list[Any] = []
-            scope = {
-                "torch": torch,
-                "math": math,
-                "List": list,
-                "Iterator": Iterator,
-                "Sampler": Sampler,
-                "DistributedSampler": DistributedSampler,
-                "DataLoader": torch.utils.data.DataLoader,
-                "print": noted.append,
-                **names,
-            }
-            exec(compile(text, "<documentation>", "exec"), scope)
-            return noted
-
-        theirs = recorded(outcome, None)
-        ours = request.param(lambda: recorded(outcome, None), monkeypatch)
-        assert ours == theirs
-        kind, noted, _ = theirs["outcome"]
-        assert kind == "list", theirs["outcome"]
-        return list(noted)
-
-    return run
-
-
-def test_iterable_dataset(same: Callable[..., Any]) -> None:
+def test_iterable_dataset() -> None:
     """Both ways to split it among workers."""
     noted = same(program(IterableDataset))
     expected = [torch.tensor([number]) for number in range(3, 7)]
@@ -76,7 +61,7 @@ def test_iterable_dataset(same: Callable[..., Any]) -> None:
     assert len(noted) > 3
 
 
-def test_samplers(same: Callable[..., Any]) -> None:
+def test_samplers() -> None:
     words = ["many words", "a", "some", "two", "others"]
     loading = """
 data = words
@@ -88,7 +73,7 @@ print([*DataLoader(data, batch_sampler=AccedingSequenceLengthBatchSampler(data, 
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_distributed_sampler(distributed: bool, same: Callable[..., Any]) -> None:
+def test_distributed_sampler(distributed: bool) -> None:
     noted = same(
         "def train(loader): print([*loader])\n" + program(DistributedSampler),
         dataset=range(9),

@@ -11,6 +11,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,8 @@ from tests.threads import run_together
 
 
 def in_a_thread(action: Callable[[], Any]) -> Any:
-    given: list[Any] = []
-    thread = threading.Thread(target=lambda: given.append(action()))
-    thread.start()
-    thread.join()
-    return given[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result()
 
 
 # ---- threads --------------------------------------------------------------------------------

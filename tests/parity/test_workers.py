@@ -143,22 +143,6 @@ def test_what_worker_init_fn_changes_stays() -> None:
     assert os.environ.get("MINATO_PARITY") is None
 
 
-class Half(Numbers):
-    offset = 0
-
-    def __getitem__(self, index: int) -> int:
-        return self.offset + index
-
-
-def move(worker: int) -> None:
-    info = get_worker_info()
-    info.dataset.offset = 100 * (worker + 1)
-
-
-def test_worker_init_fn_may_set_up_the_dataset() -> None:
-    same_for_both(lambda make: [*make(Half(4), 2, num_workers=1, worker_init_fn=move)])
-
-
 def refuse(worker: int) -> None:
     raise PermissionError(13, f"worker {worker} stays out")
 
@@ -233,22 +217,6 @@ def test_threads_share_the_dataset_of_the_main_process() -> None:
         assert len([*loader]) == 5
         dataset.label = label
     assert dataset.given >= 10
-
-
-def test_persistent_workers_are_the_same_processes() -> None:
-    class Pid(Numbers):
-        def __getitem__(self, index: int) -> int:
-            return os.getpid()
-
-    for persistent in (True, False):
-        pids = []
-        loader = minato.DataLoader(Pid(4), 4, num_workers=1, persistent_workers=persistent)
-        for _ in range(3):
-            (batch,) = loader
-            pids.append(int(batch[0]))
-        assert len(set(pids)) == (1 if persistent else 3)
-        del loader
-    gc.collect()
 
 
 @each
