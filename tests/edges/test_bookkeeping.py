@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,16 +29,15 @@ from minato.observe.trace import LoopTrack, Track
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.transforms.compose import Transforms
-from tests.datasets import Numbers, drain, flat, forked
-from tests.selection import mostly_slow, sweep
+from tests.datasets import Numbers, drain, events_of, flat, forked, metrics_of, raising
+from tests.selection import loaders, mostly_slow, sweep
 from tests.subprocesses import python
 
 SIZE, BATCH, BAD = 12, 4, 5
 GOOD = [i for i in range(SIZE) if i != BAD]
 
 
-def fails(*_: object) -> Any:
-    raise ValueError("broken")
+fails = raising(ValueError, "broken")
 
 
 class Odd:
@@ -121,17 +119,13 @@ KEYS: dict[str, Callable[[int], Any]] = {
     + (ReprRecurses, NotComparable, NotConvertible, OddNumber)
 } | {"OddText": OddText.of, "in a tuple": lambda i: (ReprRaises(i), i)}  # type: ignore[dict-item]
 UNPICKLABLE: dict[str, Callable[[int], Any]] = {"NoClass": NoClass}
-WORKERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "threads": {"num_workers": 2, "workers": "thread"},
-    "processes": forked(2),
-}
+WORKERS = loaders("inline", "threads", "fork")
 
 
 QUICK = {
-    "0": set(KEYS) - {"ReprIsLong"},
+    "inline": set(KEYS) - {"ReprIsLong"},
     "threads": {"ReprHasSurrogates", "NoClass"},
-    "processes": {"ReprRaises", "OddText", "in a tuple"},
+    "fork": {"ReprRaises", "OddText", "in a tuple"},
 }
 """Kinds of indices that each run of the tests tries; the others are slow tests."""
 
@@ -155,8 +149,7 @@ class Keyed(Numbers):
         return number
 
 
-def refuse() -> None:
-    raise ValueError("bad")
+refuse = raising(ValueError, "bad")
 
 
 def die() -> None:
@@ -181,15 +174,10 @@ def check_views(loader: DataLoader[Any]) -> None:
     assert all(len(str(each.index)) < 100 for each in report.slowest)
 
 
-def events_of(trace: Path) -> list[Any]:
-    found: list[Any] = json.loads(trace.read_text().rstrip(",\n") + "]")
-    return found
-
-
 SWEEP = [
     pytest.param(workers, kind, bad, marks=[] if kind in QUICK[workers] else [pytest.mark.slow])
     for workers in WORKERS
-    for kind in KEYS | (UNPICKLABLE if workers != "processes" else {})
+    for kind in KEYS | (UNPICKLABLE if workers != "fork" else {})
     for bad in (None, refuse)[kind not in QUICK[workers] :]
 ]
 
@@ -367,7 +355,7 @@ QUICK_ERRORS = ("StrRaises", "OddModule", "local")
         pytest.param(workers, kind, marks=[pytest.mark.slow] * is_slow)
         for workers in WORKERS
         for kind in ERRORS
-        for is_slow in [workers != "0" and kind not in QUICK_ERRORS]
+        for is_slow in [workers != "inline" and kind not in QUICK_ERRORS]
     ],
 )
 def test_exceptions_of_any_behaviour(kind: str, workers: str, tmp_path: Path) -> None:
@@ -379,7 +367,7 @@ def test_exceptions_of_any_behaviour(kind: str, workers: str, tmp_path: Path) ->
     arguments: dict[str, Any] = {"sampler": keys, **WORKERS[workers]}
     samples, (error,) = drain(DataLoader(dataset, BATCH, **arguments))
     assert samples == expected
-    if workers == "0":
+    if workers == "inline":
         (theirs,) = drain(TorchLoader(dataset, BATCH, sampler=keys))[1]
         assert type(error) is type(theirs) or kind == "local"
     assert traceback_of(error).encode()
@@ -484,10 +472,7 @@ class NamedThree(Step):
 STEPS = (OddStep, LongStep, SurrogateStep, AnyAttribute, NoAttribute, NamedThree)
 
 
-@pytest.mark.parametrize(
-    "workers",
-    ["0", *(pytest.param(each, marks=pytest.mark.slow) for each in ("threads", "processes"))],
-)
+@pytest.mark.parametrize("workers", mostly_slow(WORKERS))
 @pytest.mark.parametrize("kind", STEPS, ids=range(len(STEPS)))
 def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
@@ -509,12 +494,6 @@ def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None
     assert len(events_of(trace)) > SIZE
     check_views(loader)
     loader.close()
-
-
-def metrics_of(loader: DataLoader[Any]) -> str:
-    with urllib.request.urlopen(str(loader.metrics_url)) as response:
-        text: str = response.read().decode()
-    return text
 
 
 def refuse_five(value: int) -> int:

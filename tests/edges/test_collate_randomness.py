@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate
 
-import minato
 from minato import DataLoader, ErrorPolicy
-from tests.datasets import Failing, Lists, Numbers, forked, three_draws
-from tests.selection import mostly_slow
+from tests.datasets import Failing, Lists, Numbers, forked, helped_draws, three_draws
+from tests.selection import loaders, mostly_slow
 
 SIZE, BATCH = 24, 3
 
@@ -25,15 +24,11 @@ SIZE, BATCH = 24, 3
 class Drawing(Numbers):
     """Samples that draw, or not, before the batch does."""
 
-    def __init__(self, size: int, draws: bool = False, dies: Path | None = None) -> None:
+    def __init__(self, size: int, draws: bool = False) -> None:
         super().__init__(size)
         self.draws = draws
-        self.dies = dies
 
     def __getitem__(self, index: int) -> Any:
-        if self.dies is not None and index == 10 and not self.dies.exists():
-            self.dies.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
         return [index, random.random() if self.draws else 0.0]
 
 
@@ -63,8 +58,7 @@ def closure() -> Any:
 
 
 def of_helpers(samples: list[Any]) -> Any:
-    drawn = float(torch.rand((), generator=minato.torch_rng()))
-    return samples, [minato.numpy_rng().random(), minato.python_rng().random(), drawn]
+    return samples, helped_draws([])
 
 
 COLLATIONS: dict[str, Any] = {
@@ -74,13 +68,9 @@ COLLATIONS: dict[str, Any] = {
     "closure": closure,
     "helpers": lambda: of_helpers,
 }
-LOADERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "2": forked(2),
+LOADERS = {
+    **loaders("inline", "fork", "persistent", "reads", "forkserver"),
     "3": {**forked(3), "order": "batch"},
-    "persistent": {**forked(2), "persistent_workers": True},
-    "reads": {**forked(2), "fetch_concurrency": 2},
-    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
 }
 
 
@@ -141,12 +131,6 @@ def test_a_resumed_epoch_draws_what_it_would_have_drawn(num_workers: int) -> Non
     begun = [next(iterator) for _ in range(3)]
     resumed.load_state_dict(first.state_dict())
     assert begun + list(resumed) == list(whole)
-
-
-def test_a_batch_whose_worker_died_draws_the_same(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-        found = list(loading(Drawing(SIZE, dies=tmp_path / "died"), **forked(2)))
-    assert found == list(loading(Drawing(SIZE)))
 
 
 class DiesOnce:

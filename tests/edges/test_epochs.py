@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader as TorchLoader
 import minato
 from minato import Arrival, DataLoader, Observe, Record, Replay
 from minato.streams.shuffle import Shuffled
+from tests.behaviour.states import plain as drawn
 from tests.behaviour.test_resume import Counting
 from tests.datasets import Draws, Numbers, indices
 from tests.pairwise import pairwise
-from tests.selection import mostly_slow
+from tests.selection import loaders, mostly_slow
 from tests.streams.streams import STREAMS, DatasetState, EpochState, Split, plain, resumed, saved
 
 SIZE, BATCH = 16, 4
@@ -53,12 +54,7 @@ class Told(Numbers):
         return index, self.value.value, int(self.tensor), read, self.attribute
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
-    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
-    "threads": {"num_workers": 2, "workers": "thread"},
-}
+KINDS = loaders("inline", "fork", "forkserver", "threads")
 ORDERS: dict[str, dict[str, Any]] = {
     "sequential": {},
     "shuffle": {"shuffle": True},
@@ -74,8 +70,16 @@ WAYS = [
 ]
 
 
-def check_what_samples_see(kind: str, order: str, persistent: bool, path: Path) -> None:
-    dataset = Told(SIZE, path, KINDS[kind].get("multiprocessing_context"))
+SOME = random.Random(5).sample([way for way in WAYS if way[0] != "forkserver"], 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "persistent"), mostly_slow(dict.fromkeys(SOME + pairwise(WAYS)), 10)
+)
+def test_samples_see_what_the_loop_has_prepared(
+    kind: str, order: str, persistent: bool, tmp_path: Path
+) -> None:
+    dataset = Told(SIZE, tmp_path / "epoch", KINDS[kind].get("multiprocessing_context"))
     dataset.write(-1)
     sampler = DistributedSampler(dataset, 1, 0) if order == "distributed" else None
     arguments = {**KINDS[kind], **ORDERS[order], "sampler": sampler}
@@ -97,28 +101,7 @@ def check_what_samples_see(kind: str, order: str, persistent: bool, path: Path) 
             }
 
 
-@pytest.mark.parametrize(
-    ("kind", "order", "persistent"),
-    random.Random(5).sample([way for way in WAYS if way[0] != "forkserver"], 10),
-)
-def test_samples_see_what_the_loop_has_prepared(
-    kind: str, order: str, persistent: bool, tmp_path: Path
-) -> None:
-    check_what_samples_see(kind, order, persistent, tmp_path / "epoch")
-
-
-@pytest.mark.slow
-def test_samples_see_what_the_loop_has_prepared_in_every_way(tmp_path: Path) -> None:
-    for way in pairwise(WAYS):
-        check_what_samples_see(*way, tmp_path / "epoch")
-
-
 # ---- the number of an epoch --------------------------------------------------------------------
-
-
-def drawn(loader: Any) -> list[Any]:
-    """Order and random numbers of one epoch."""
-    return [[part.tolist() for part in batch] for batch in loader]
 
 
 def seeded(**given: Any) -> Any:

@@ -25,8 +25,10 @@ from minato import DataLoader
 from minato._support.objects import nbytes_of
 from minato.engine.pools import large_containers
 from minato.transforms.owned import OwnedGenerators
+from tests.behaviour.states import plain
 from tests.datasets import TOO_MANY_WORKERS, Numbers
 from tests.pairwise import pairwise
+from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -169,10 +171,7 @@ def outcome(make: Any, odd: type, role: str, **options: Any) -> Any:
         dataset, arguments = ROLES[role](odd)
         if "batch_sampler" not in arguments:
             options["batch_size"] = 2
-        return [
-            batch.tolist() if isinstance(batch, torch.Tensor) else batch
-            for batch in make(dataset, **arguments, **options)
-        ]
+        return plain(make(dataset, **arguments, **options))
     except Exception as error:
         return type(error).__name__
 
@@ -191,24 +190,23 @@ def differing(cases: list[Any], loaders: list[str]) -> list[Any]:
     return found
 
 
-SOME = random.Random(3).sample(CASES, 70)
-
-
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``__del__`` raises is not of interest."""
     monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
 
 
-def test_what_raises_is_torchs_affair() -> None:
-    assert differing(SOME, ["inline", "threads"]) == []
-    assert differing(SOME[:5], ["fork", "compat"]) == []
+SOME = random.Random(3).sample(CASES, 70)
 
 
-@pytest.mark.slow
-def test_all_that_raises_is_torchs_affair() -> None:
-    assert differing(pairwise(CASES), ["inline", "threads"]) == []
-    assert differing(random.Random(4).sample(CASES, 60), ["fork", "compat"]) == []
+@pytest.mark.parametrize(
+    ("cases", "few"),
+    mostly_slow([(SOME, SOME[:5]), (pairwise(CASES), random.Random(4).sample(CASES, 60))]),
+    ids=["some", "all"],
+)
+def test_what_raises_is_torchs_affair(cases: list[Any], few: list[Any]) -> None:
+    assert differing(cases, ["inline", "threads"]) == []
+    assert differing(few, ["fork", "compat"]) == []
 
 
 @pytest.mark.parametrize("how", ["raises", "recurses"])

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from minato import DataLoader, ErrorPolicy, Record
-from tests.datasets import Numbers, forked, outcomes
+from tests.datasets import Numbers, outcomes
+from tests.selection import loaders
 
 
 class Sized(list):  # type: ignore[type-arg]
@@ -47,12 +48,7 @@ BATCHES: dict[str, list[Any]] = {
     "deques": [deque([0, 1]), deque([2])],
     "subclasses": [Sized([0, 1], 224), Sized([2, 3], 96)],
 }
-WORKERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "2": forked(2),
-    "threads": {"num_workers": 2, "workers": "thread"},
-    "compat": {**forked(2), "compat": "torch"},
-}
+WORKERS = loaders("inline", "fork", "threads", "compat")
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -109,7 +105,7 @@ class Read(Numbers):
         return int(index[0])
 
 
-@pytest.mark.parametrize("workers", ["0", "2", "threads"])
+@pytest.mark.parametrize("workers", ["inline", "fork", "threads"])
 @pytest.mark.parametrize("index", [torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64)])
 def test_a_sampler_may_change_an_index_that_it_has_yielded(index: Any, workers: str) -> None:
     loader = DataLoader(

@@ -39,6 +39,7 @@ from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
 from minato.engine import inline, measured_batches
 from minato.sampling.epoch import Epoch
 from minato.workers import error_policy, reading
+from tests.behaviour.states import plain as drawn
 from tests.datasets import Draws, InOrder, Numbers, drain, flat, wait_until
 from tests.selection import mostly_slow
 from tests.threads import wait_for_main
@@ -172,6 +173,14 @@ class Interrupter:
             raise StopIteration
         return result
 
+    def next(self, iterator: Any, kind: str = "") -> Any:
+        """What comes next, or None; a call that is interrupted is made again."""
+        try:
+            return self.call(lambda: next(iterator, None), kind)
+        except KeyboardInterrupt:
+            is_program(self)
+            return next(iterator, None)
+
     def rest(self) -> None:
         """Raise no more in the present call."""
         self._armed = False
@@ -244,11 +253,7 @@ def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30
             is_program(interrupter)
     iterator = iter(loader) if iterator is None else iterator  # which of a stream has no length
     for number in range(stop):
-        try:
-            batch = interrupter.call(lambda: next(iterator, None), "first" if not number else "")
-        except KeyboardInterrupt:
-            is_program(interrupter)
-            batch = next(iterator, None)
+        batch = interrupter.next(iterator, "first" if not number else "")
         if batch is None:
             assert next(iterator, None) is None
             break
@@ -360,10 +365,7 @@ def test_errors_of_samples_are_what_they_are_without_interruptions(
         iterator, found = iter(DataLoader(dataset(), SIZE, **options)), list[str]()
         while True:
             try:
-                try:
-                    batch = interrupter.call(lambda: next(iterator, None))
-                except KeyboardInterrupt:
-                    batch = next(iterator, None)
+                batch = interrupter.next(iterator)
             except ValueError as error:
                 found.append(str(error.args))
                 continue
@@ -412,16 +414,9 @@ def test_datasets_over_others_lose_no_item(kind: str) -> None:
     interrupter = Interrupter(0.3, traced=(streams,), exactly=True)
     expected = [*map(str, DataLoader(NESTED[kind](), SIZE))]
     for _ in range(4):
-        iterator, found = iter(DataLoader(NESTED[kind](), SIZE)), list[str]()
-        while True:
-            try:
-                batch = interrupter.call(lambda: next(iterator, None))  # noqa: B023
-            except KeyboardInterrupt:
-                batch = next(iterator, None)
-            if batch is None:
-                break
-            found.append(str(batch))
-        assert found == expected, interrupter.where
+        iterator = iter(DataLoader(NESTED[kind](), SIZE))
+        found = map(str, iter(lambda: interrupter.next(iterator), None))  # noqa: B023
+        assert [*found] == expected, interrupter.where
     assert interrupter.raised > 20
 
 
@@ -500,11 +495,6 @@ def choose(loader: Any, number: int) -> None:
     (loader.sampler if by_sampler else loader).set_epoch(number)
 
 
-def drawn(iterator: Any) -> list[Any]:
-    """Order and random numbers of one epoch."""
-    return [[part.tolist() for part in batch] for batch in iterator]
-
-
 class Numbered:
     """The epochs of a loader, each begun with an interruption; what the same loader gives without any."""
 
@@ -532,12 +522,6 @@ class Numbered:
             return self.interrupter.call(lambda: iter(loader), kind)
         except KeyboardInterrupt:
             return None
-
-    def first(self, iterator: Any, kind: str) -> Any:
-        try:
-            return self.interrupter.call(lambda: next(iterator), kind)
-        except KeyboardInterrupt:
-            return next(iterator)
 
     def rest_of(self, iterator: Any, first: Any) -> Any:
         return [*drawn([first]), *drawn(iterator)]
@@ -571,7 +555,7 @@ def numbers(epochs: Numbered, make: Callable[[], Any], most: int) -> None:
             if choice == "after":
                 expected += 5
                 choose(loader, expected)
-            first = epochs.first(iterator, choice)
+            first = epochs.interrupter.next(iterator, choice)
             where = epochs.interrupter.where
             assert epochs.rest_of(iterator, first) == epochs.expected(expected), where
             coverage = loader.coverage()
@@ -652,7 +636,7 @@ def test_an_interrupted_iter_with_the_semantics_of_torch(monkeypatch: pytest.Mon
     for number in range(20):
         sampler.set_epoch(number % 3)
         iterator = epochs.begin(loader, "") or iter(loader)
-        first = epochs.first(iterator, "first")
+        first = epochs.interrupter.next(iterator, "first")
         indices = [int(i) for batch in epochs.rest_of(iterator, first) for i in batch[0]]
         assert (indices, loader.coverage().epoch) == (orders[number % 3], number % 3)
     assert epochs.interrupter.raised > 20
@@ -661,47 +645,32 @@ def test_an_interrupted_iter_with_the_semantics_of_torch(monkeypatch: pytest.Mon
 # ---- the program's own code -----------------------------------------------------------------
 
 
-class Interrupted(Content):
-    """A sample that is interrupted when it runs first."""
+@pytest.mark.parametrize("by", ["state", "iterator"])
+@pytest.mark.parametrize("what", ["sample", "collation"])
+def test_what_was_interrupted_is_called_again(what: str, by: str) -> None:
+    calls = itertools.count()
 
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.runs += index == 9
-        if index == 9 and self.runs == 1:
+    def once(given: Any) -> Any:
+        if next(calls) == {"sample": 3, "collation": 1}[what]:
             raise KeyboardInterrupt
-        return super().__getitem__(index)
+        return given
 
+    class Interrupted(Content):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(once(index))
 
-def test_an_interrupted_sample_runs_again() -> None:
-    dataset = Interrupted()
-    iterator = iter(DataLoader(dataset, SIZE))
-    assert [taken(next(iterator)) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert taken(next(iterator)) == [8, 9]
-    assert dataset.runs == 2
+    def make() -> Any:
+        if what == "sample":
+            return DataLoader(Interrupted(), SIZE)
+        return DataLoader(Content(), SIZE, collate_fn=lambda samples: collate(once(samples)))
 
-
-@pytest.mark.parametrize("where", ["state", "iterator"])
-def test_an_interrupted_collation_is_done_again(where: str) -> None:
-    calls = 0
-
-    def collate_once(samples: list[Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
-        return collate(samples)
-
-    loader = DataLoader(Content(), SIZE, collate_fn=collate_once)
+    loader = make()
     iterator = iter(loader)
     found = taken(next(iterator))
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    if where == "state":
-        again = DataLoader(Content(), SIZE, collate_fn=collate)
+    if by == "state":
+        again = make()
         again.load_state_dict(loader.state_dict())
         iterator = iter(again)
     assert found + flat(map(taken, iterator)) == [*range(LENGTH)]

@@ -23,8 +23,10 @@ import minato
 from minato import DataLoader, Observe, Readers, Record, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import at_exit
-from tests.datasets import TOO_MANY_WORKERS, Failing, Numbers, Parts, forked, wait_until
+from tests.behaviour import states
+from tests.datasets import TOO_MANY_WORKERS, Failing, Numbers, Parts, raising, wait_until
 from tests.pairwise import pairwise
+from tests.selection import loaders, mostly_slow
 
 pytestmark = [
     pytest.mark.filterwarnings(TOO_MANY_WORKERS),
@@ -53,12 +55,8 @@ class Steady(Knows):
         return index
 
 
-class Stateful(Knows):
-    def state_dict(self) -> dict[str, int]:
-        return {"size": self.size}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.size = state["size"]
+class Stateful(states.Stateful, Knows):
+    kept = ("size",)
 
 
 class Coroutines(Knows):
@@ -66,13 +64,12 @@ class Coroutines(Knows):
         return index
 
 
-class Stream(Parts):
+class Stream(states.Stateful, Parts):
+    kept = ("size",)
+
     def __init__(self) -> None:
         super().__init__(60)
         self.known: list[Any] = []
-
-    state_dict = Stateful.state_dict
-    load_state_dict = Stateful.load_state_dict
 
 
 class Adds:
@@ -103,12 +100,7 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
     }[name]
 
 
-POOLS: dict[str, dict[str, Any]] = {
-    "inline": {},
-    "threads": {"num_workers": 2, "workers": "thread"},
-    "fork": forked(2),
-    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
-}
+POOLS = loaders("inline", "threads", "fork", "forkserver")
 OPTIONS = (
     *("plain", "unmeasured", "trace", "errors", "costs", "record", "arrival", "transforms"),
     *("concurrent", "cached", "fingerprint", "auto", "seeded"),
@@ -184,28 +176,20 @@ ALL = [
 SOME = pairwise(each for each in ALL if each[0] != "forkserver")[:16]
 
 
-def run(cases: list[Any], folder: Path) -> None:
+@pytest.mark.parametrize("cases", mostly_slow([SOME, pairwise(ALL)]), ids=["some", "more"])
+def test_cycles_through_the_dataset_are_collected(cases: list[Any], tmp_path: Path) -> None:
     # What is made once, such as the fork server, is made here.
     for pool in {case[0] for case in cases}:
         list(DataLoader(Numbers(8), 2, **POOLS[pool]))
     gc.collect()
     for number, (pool, name, dataset, batches, persistent) in enumerate(cases):
-        here = folder / str(number)
+        here = tmp_path / str(number)
         here.mkdir()
         given = functools.partial(options, pool, name, persistent, here)
         try:
             check(dataset, batches, given, left())
         except Exception as error:
             raise AssertionError(f"{cases[number]}: {error}") from error
-
-
-def test_cycles_through_the_dataset_are_collected(tmp_path: Path) -> None:
-    run(SOME, tmp_path)
-
-
-@pytest.mark.slow
-def test_more_cycles_are_collected(tmp_path: Path) -> None:
-    run(pairwise(ALL), tmp_path)
 
 
 @pytest.mark.parametrize("where", ["worker", "main"])
@@ -245,15 +229,11 @@ class Broken(Parts):
         raise ValueError
 
 
-def fails(samples: object) -> None:
-    raise ValueError
-
-
 USES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "map": (lambda: Numbers(8), {}),
     "error": (lambda: Failing(8, {3: ValueError}), {}),
     "single error": (lambda: Failing(8, {3: StopIteration}), {"batch_size": None}),
-    "collate": (lambda: Numbers(8), {"collate_fn": fails}),
+    "collate": (lambda: Numbers(8), {"collate_fn": raising(ValueError)}),
     "transforms": (lambda: Failing(8, {3: ValueError}), {"transforms": [Adds()]}),
     "cost": (lambda: Numbers(8), {"batch_size": minato.CostBatches(30, abs)}),
     "stream": (lambda: Parts(8), {}),

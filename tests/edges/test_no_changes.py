@@ -21,6 +21,7 @@ from torch.utils.data import WeightedRandomSampler as Weighted
 
 import minato
 from minato import DataLoader, Record, StragglerPolicy
+from tests.behaviour.states import Stateful
 from tests.datasets import InOrder, Numbers, forked
 
 SIZE, BATCH = 14, 4
@@ -59,21 +60,16 @@ class Drawing(InOrder):
             yield drawn[number % len(drawn)]
 
 
-class Going(InOrder):
+class Going(Stateful, InOrder):
     """Goes on from where its last iterator ended, and keeps that as its state."""
 
+    kept = ("start",)
     start = 0
 
     def __iter__(self) -> Iterator[int]:
         for number in range(SIZE):
             self.start += 1
             yield (self.start + number) % SIZE
-
-    def state_dict(self) -> dict[str, int]:
-        return {"start": self.start}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["start"]
 
 
 def generator() -> torch.Generator:

@@ -18,7 +18,7 @@ from torch.utils.data._utils import collate, fetch, pin_memory, worker
 from minato import DataLoader, ErrorPolicy
 from minato._compat import fetcher_is_replaced, replaced_parts, torch_looks_on
 from tests.datasets import Numbers, Stream, double, forked
-from tests.selection import mostly_slow
+from tests.selection import loaders, mostly_slow
 
 TORCHS_ENGINE = "torch's engine loads"
 
@@ -134,13 +134,7 @@ TORCHS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
 }
 """Parts that only torch's engine uses."""
 
-LOADERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "2": forked(2),
-    "compat": {**forked(2), "compat": "torch"},
-    "threads": {"num_workers": 2, "workers": "thread"},
-    "batch": {**forked(2), "order": "batch"},
-}
+LOADERS = loaders("inline", "fork", "compat", "threads", "batch")
 
 
 def put(part: tuple[Any, str, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -176,7 +170,7 @@ def told(is_told: bool) -> Any:
     return warnings.catch_warnings(action="error", category=RuntimeWarning)
 
 
-@pytest.mark.parametrize("loader", mostly_slow(["0", "2", "compat"], 2))
+@pytest.mark.parametrize("loader", mostly_slow(["inline", "fork", "compat"], 2))
 @pytest.mark.parametrize("part", TORCHS)
 def test_torchs_engine_uses_the_other_parts(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import re
 import time
-import urllib.request
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato.caching import DiskCache, MemoryCache
 from minato.observe.report import Report
 from minato.transforms.compose import Transforms
-from tests.datasets import Lists, Numbers, forked
+from tests.datasets import Lists, Numbers, events_of, metrics_of
+from tests.selection import loaders
 
 SIZE = 24
 
@@ -61,11 +62,7 @@ LISTS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
         ["Resize 2", "Resize", "Resize 3"],
     ),
 }
-WORKERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "threads": {"num_workers": 2, "workers": "thread"},
-    "processes": forked(2),
-}
+WORKERS = loaders("inline", "threads", "fork")
 
 
 def named(name: str) -> Callable[[int], int]:
@@ -130,13 +127,9 @@ def stages_of(report: Report) -> dict[str, float]:
 
 
 def served(loader: DataLoader[Any]) -> list[str]:
-    with urllib.request.urlopen(str(loader.metrics_url)) as response:
-        lines = response.read().decode().splitlines()
-    return [
-        line.partition('stage="')[2].partition('"')[0]
-        for line in lines
-        if line.startswith("minato_stage_seconds_total{")
-    ]
+    return re.findall(
+        '^minato_stage_seconds_total{.*stage="([^"]*)"', metrics_of(loader), re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -146,7 +139,7 @@ def served(loader: DataLoader[Any]) -> list[str]:
 def test_all_views_have_the_same_stages(
     cache: str, after: int, workers: str, tmp_path: Path
 ) -> None:
-    if cache == "memory" and workers == "processes":
+    if cache == "memory" and workers == "fork":
         pytest.skip("it belongs to one process")
     pytest.importorskip("prometheus_client")
     names = ["Resize", "Crop", "Resize 2"][after:]
@@ -175,7 +168,7 @@ def test_all_views_have_the_same_stages(
         assert Counter(each.stage for each in report.slowest).most_common(1)[0][0] == slow
     (failure,) = [json.loads(line) for line in log.read_text().splitlines()]
     assert failure["transform"] == ("Resize 2" if "Resize 2" in names else None)
-    slices = {event["name"] for event in json.loads(trace.read_text().rstrip(",\n") + "]")}
+    slices = {event["name"] for event in events_of(trace)}
     assert slices & {"Resize", "Crop", "Resize 2"} == set(names)
     loader.close()
 
