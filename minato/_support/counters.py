@@ -47,16 +47,13 @@ def shared_integers(*shape: int) -> torch.Tensor:
 
 
 class SharedIntegers:
-    """Zeros at first, in memory that children of multiprocessing share; other pickles have what is not 0.
+    """A tensor of :func:`shared_integers`, which children of multiprocessing share; other pickles have what is not 0.
 
     Attributes:
         array: The memory, which is quicker than a tensor.
     """
 
-    def __init__(self, *shape: int) -> None:
-        self._open(shared_integers(*shape))
-
-    def _open(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self.array = tensor, tensor.numpy()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,19 +64,13 @@ class SharedIntegers:
 def _copied(
     shape: tuple[int, ...], places: tuple[np.ndarray, ...], numbers: np.ndarray
 ) -> SharedIntegers:
-    found = SharedIntegers(*shape)
+    found = SharedIntegers(shared_integers(*shape))
     found.array[places] = numbers
     return found
 
 
 def _for_child(integers: SharedIntegers) -> tuple[Any, ...]:
-    return _arrived, (integers._tensor,)
-
-
-def _arrived(tensor: torch.Tensor) -> SharedIntegers:
-    found = SharedIntegers.__new__(SharedIntegers)
-    found._open(tensor)
-    return found
+    return SharedIntegers, (integers._tensor,)
 
 
 ForkingPickler.register(SharedIntegers, _for_child)
@@ -93,8 +84,8 @@ class Counters:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._counts = SharedIntegers(_BLOCKS, _ROWS, _LANES, 1 + len(names))
-        self._used = SharedIntegers(_BLOCKS)
+        self._counts = SharedIntegers(shared_integers(_BLOCKS, _ROWS, _LANES, 1 + len(names)))
+        self._used = SharedIntegers(shared_integers(_BLOCKS))
         self._open()
 
     def __fingerprint__(self) -> None:

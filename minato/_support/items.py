@@ -137,16 +137,9 @@ def set_resumed(states: Sequence[object]) -> None:
     _this_thread.reading.resumed = states
 
 
-def reading_again(items: object, count: float) -> AbstractContextManager[None]:
-    """Have an iterator load a state after which an earlier run has read on; at most ``count`` items come again."""
-    return _reading_again(items, count) if count or _again.count else _NOTHING
-
-
-_NOTHING = nullcontext()
-
-
 @contextmanager
-def _reading_again(items: object, count: float) -> Iterator[None]:
+def reading_again(items: object, count: float) -> Iterator[None]:
+    """Have an iterator load a state after which an earlier run has read on; at most ``count`` items come again."""
     before = _again.items, _again.count
     _again.items, _again.count = items, count
     try:

@@ -224,11 +224,6 @@ class Kind:
             next(member for slot, member in self._slots if slot == name).__set__(thing, value)
 
 
-@functools.cache
-def _ids_of(opaque: tuple[type, ...]) -> frozenset[int]:
-    return frozenset(id(each) for each in (*opaque, bool, type(None)))
-
-
 def items_of(thing: Any, base: Any) -> list[tuple[Any, Any]]:
     """Keys or positions, and items, of an instance of a container type as it is now; empty if it changes too fast."""
     for _ in range(_TRIES):
@@ -369,7 +364,7 @@ class Search:
         self._samples = samples
         self._most_items = _MOST_ITEMS if samples else sys.maxsize
         self._most_looks = _MOST_LOOKS if samples else sys.maxsize
-        self._plain = set(_ids_of(opaque))
+        self._plain = set(map(id, (*opaque, bool, type(None))))
         self.kinds: dict[int, Kind] = {}
         self._known = known or {}
         self._wanted: set[int] = set()  # ids of kinds

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
-    "PARTS",
     "Errors",
     "Gpu",
     "Machine",
@@ -366,15 +365,13 @@ class Period:
     waited: tuple[tuple[float, float], ...] = ()
 
 
-PARTS = (
-    *(Waiting, Throughput, Workers, WindowFigures, Machine, Gpu, Stragglers, Errors, Reads),
-    *(Stage, SlowSample, Setup, Origin),
-)
-
-
 def legend() -> dict[str, dict[str, dict[str, str]]]:
     """Unit and reading of each figure, by class and name."""
+    parts = (
+        *(Waiting, Throughput, Workers, WindowFigures, Machine, Gpu, Stragglers, Errors, Reads),
+        *(Stage, SlowSample, Setup, Origin),
+    )
     return {
         part.__name__: {each.name: dict(each.metadata) for each in dataclasses.fields(part)}
-        for part in PARTS
+        for part in parts
     }

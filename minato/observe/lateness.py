@@ -43,21 +43,21 @@ class Lateness:
         self.slow_shares = array("f")
         self._ends = array("q")  # position after the last sample of each batch of the sampler
 
-    def asked(self, count: int, number: int | None = None) -> None:
-        """The sampler yielded a batch of ``count`` samples; each counts once. None: the next number."""
-        if number is None or number >= len(self._ends):
+    def asked(self, count: int, number: int) -> None:
+        """The sampler yielded a batch of ``count`` samples; each batch counts once, by its number."""
+        if number >= len(self._ends):
             self._ends.append((self._ends[-1] if self._ends else 0) + count)
 
     def delivered(
-        self, positions: list[int] | range, start: int, num_slow: int, number: int | None = None
+        self, positions: list[int] | range, start: int, num_slow: int, number: int
     ) -> None:
-        """A batch is returned, the next one or the one with this number in the order of their return; each counts once.
+        """A batch is returned; each counts once, by its number in the order of their return.
 
         ``positions`` are those of its samples, negative for none, and ``start`` that of the first sample of the epoch.
         """
-        if number is not None and number < len(self.slow_shares):
-            return
         batch, ends = len(self.slow_shares), self._ends
+        if number < batch:
+            return
         numbers = sorted(positions)
         at = first = bisect_left(numbers, 0)
         while at < len(numbers):

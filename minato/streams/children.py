@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._compat import applies_state_later, forget_loaded_state, state_is_inexact
 from minato._core import mix_seed, now_ns
-from minato._support.counters import SharedIntegers
+from minato._support.counters import SharedIntegers, shared_integers
 from minato._support.items import (
     ERRORS,
     announced_reader,
@@ -64,7 +64,7 @@ class Tally:
     """Whole numbers of each reader, in memory that copies of a dataset in other processes share."""
 
     def __init__(self, columns: int) -> None:
-        self._rows = SharedIntegers(_MOST_READERS, columns)
+        self._rows = SharedIntegers(shared_integers(_MOST_READERS, columns))
 
     def __deepcopy__(self, memo: object) -> Tally:
         return self

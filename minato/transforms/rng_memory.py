@@ -147,9 +147,7 @@ def _python_state_is_at(offset: int, generator: random.Random) -> bool:
 class PythonInMemory(MemoryGenerator[float | None]):
     """The state of a ``random.Random``, in the memory of CPython's object."""
 
-    def __init__(
-        self, generator: random.Random, position_offset: int, stream: int = PYTHON_STREAM
-    ) -> None:
+    def __init__(self, generator: random.Random, position_offset: int, stream: int) -> None:
         self._generator: Any = generator  # typeshed lacks gauss_next
         address = id(generator) + position_offset
         self.blocks = [(address + 4, WORDS, stream, 4)]
@@ -164,7 +162,7 @@ class PythonInMemory(MemoryGenerator[float | None]):
 
 
 class PythonByCall(_ByCall[tuple[object, ...]]):
-    def __init__(self, generator: random.Random, stream: int = PYTHON_STREAM) -> None:
+    def __init__(self, generator: random.Random, stream: int) -> None:
         super().__init__(WORDS, stream)
         self._generator = generator
 
@@ -222,9 +220,7 @@ class NumpyInMemory(MemoryGenerator[None]):
 
     is_whole = True
 
-    def __init__(
-        self, generator: np.random.RandomState, gauss_offset: int, stream: int = NUMPY_STREAM
-    ) -> None:
+    def __init__(self, generator: np.random.RandomState, gauss_offset: int, stream: int) -> None:
         bits = bit_generator_of(generator)
         self._kept_alive = generator, bits
         words, gauss = bits.ctypes.state_address, id(generator) + gauss_offset
@@ -236,7 +232,7 @@ class NumpyInMemory(MemoryGenerator[None]):
 
 
 class NumpyByCall(_ByCall[bytes]):
-    def __init__(self, generator: np.random.RandomState, stream: int = NUMPY_STREAM) -> None:
+    def __init__(self, generator: np.random.RandomState, stream: int) -> None:
         self._generator = generator
         self._kind = type(bit_generator_of(generator))
         self._twister = self._kind is np.random.MT19937
@@ -465,9 +461,7 @@ class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
 
     is_writable = False
 
-    def __init__(
-        self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
-    ) -> None:
+    def __init__(self, generator: torch.Generator, stream: int) -> None:
         self._generator = generator
         self._memory = np.zeros(_TORCH_STATE_BYTES // 8, np.uint64)
         state = torch.from_numpy(self._memory.view(np.uint8))
@@ -519,9 +513,7 @@ class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
 class TorchBySeed(TorchByState):
     """A CPU generator of a torch with another state format, by ``manual_seed``: it draws other numbers."""
 
-    def __init__(
-        self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
-    ) -> None:
+    def __init__(self, generator: torch.Generator, stream: int) -> None:
         self._generator = generator
         self._words = np.zeros(1, np.uint64)
         self.blocks = [(self._words.ctypes.data, 2, stream, 4)]

