@@ -420,7 +420,7 @@ ONE_CORE = {"num_workers": 1, "cores": 1.0}
     ("expected", "dataset", "arguments"),
     [
         # Long enough steps that a worker which gets no core for a while still keeps up.
-        (("step", None, None), Numbers(80), {"num_workers": 1, "steps_s": [0.1]}),
+        (("step", None, None), Numbers(40), {"num_workers": 1, "steps_s": [0.3]}),
         (("workers", "nap", None), Numbers(40), {**FEW, **NAP}),
         (("workers", "nap", None), Numbers(40), {**FEW, **NAP, "num_workers": 0}),
         (

@@ -143,22 +143,6 @@ def test_generators_are_unrelated() -> None:
     assert len(set(drawn)) == 4
 
 
-def test_numbers_are_spread_evenly() -> None:
-    """The first numbers of many samples are as good as those of one sequence."""
-    holder = Holder(pcg=np.random.default_rng(0))
-    randomness, drawn = bound_to(holder), np.empty((20_000, 2))
-    with randomness.saved():
-        for sample, numbers in enumerate(drawn):
-            randomness.bind(0, sample)
-            numbers[:] = holder.pcg.random(), holder.pcg.random()
-    first, second = drawn.T
-    counts = np.histogram(first, 100, (0, 1))[0]
-    # 99 degrees of freedom: more in one of 10,000 cases
-    assert ((counts - 200) ** 2 / 200).sum() < 160
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
-    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.03
-
-
 MODULES_OWN = np.random.default_rng(0)
 
 
