@@ -328,7 +328,8 @@ def assert_same(ours: Any, theirs: Any, where: str = "batch") -> None:
     if isinstance(theirs, torch.Tensor):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
         assert ours.stride() == theirs.stride(), where
-        assert torch.equal(ours, theirs) or same_nan(ours, theirs), f"{where}: {ours} {theirs}"
+        equal = torch.equal(ours, theirs) or torch.allclose(ours, theirs, 0, 0, equal_nan=True)
+        assert equal, f"{where}: {ours} {theirs}"
     elif isinstance(theirs, np.ndarray):
         assert ours.dtype == theirs.dtype, where
         np.testing.assert_array_equal(ours, theirs, where)
@@ -342,11 +343,6 @@ def assert_same(ours: Any, theirs: Any, where: str = "batch") -> None:
             assert_same(one, other, f"{where}[{i}]")
     else:
         assert ours == theirs or (ours != ours and theirs != theirs), where
-
-
-def same_nan(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors are equal where nan equals nan."""
-    return bool(torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

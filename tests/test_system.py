@@ -62,6 +62,20 @@ def test_the_tightest_group_on_the_way_to_the_root_counts_also_of_the_first_vers
 
 
 @pytest.mark.parametrize(
+    ("files", "cores", "processes"),
+    [
+        ({"cpuset.cpus.effective": "0-2,7\n", "pids.max": "100", "pids.current": "40"}, 4, 60),
+        ({"cpuset.cpus.effective": "5\n", "pids.max": "max"}, 1, None),
+        ({"cpuset.cpus.effective": "\n"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_cores_and_processes_of_a_group(groups, files, cores, processes):
+    groups(files)
+    assert (_system.cpuset_cores(), _system.group_processes_left()) == (cores, processes)
+
+
+@pytest.mark.parametrize(
     ("ranks", "cores"), [("1", 8), ("4", 2), ("3", 8 / 3), ("16", 1), ("?", 8)]
 )
 def test_ranks_on_one_machine_share_it(machine, ranks, cores):

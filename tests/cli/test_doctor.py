@@ -245,26 +245,6 @@ def test_what_the_compiled_core_contains_is_no_limit_of_its_own(
         assert found(name).state == "note"
 
 
-@pytest.mark.parametrize(
-    ("texts", "cores", "processes"),
-    [
-        ({"cpuset.cpus.effective": "0-2,7\n", "pids.max": "100", "pids.current": "40"}, 4, 60),
-        ({"cpuset.cpus.effective": "5\n", "pids.max": "max"}, 1, None),
-        ({"cpuset.cpus.effective": "\n"}, None, None),
-        ({}, None, None),
-    ],
-)
-def test_control_groups_are_read(
-    texts: Any, cores: int | None, processes: int | None, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.undo()
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(_system, "_CGROUP", tmp_path)
-    assert _system.cpuset_cores() == cores
-    assert _system.group_processes_left() == processes
-
-
 def test_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _system.user_threads() >= len(os.listdir("/proc/self/task"))
 

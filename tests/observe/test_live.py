@@ -358,11 +358,6 @@ def test_the_environment_decides(
     assert capsys.readouterr().err.count("Numbers, epoch") == lines
 
 
-def test_what_is_not_measured_cannot_be_shown() -> None:
-    with pytest.raises(ValueError, match="observe=False"):
-        loader_of(observe=False).live()
-
-
 @pytest.mark.parametrize(
     ("dataset", "batch"), [(Stream(8), 2), (Numbers(8), minato.CostBatches(2, lambda sample: 1))]
 )

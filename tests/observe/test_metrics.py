@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import statistics
 import sys
 import threading
 import time
@@ -112,26 +112,19 @@ def test_failures_are_counted() -> None:
         assert loader.metrics()["skipped_samples_total"] == epochs
 
 
-def test_without_measuring_there_is_an_error() -> None:
-    with pytest.raises(ValueError, match="observe=False: nothing was measured"):
-        loader_of(observe=False).metrics()
-
-
 def test_a_call_scans_no_samples() -> None:
-    """Its time depends neither on the length of the dataset nor on the samples so far."""
-    taken: list[float] = []
+    """Its cost depends neither on the length of the dataset nor on the samples so far."""
+    least_s: list[float] = []
     for length in (10, 1_000_000):
         loader = minato.DataLoader(range(length), 10)  # type: ignore[arg-type]
         batches = iter(loader)
         next(batches)
-        tries = []
+        times = [time.thread_time()]
         for _ in range(200):
-            start = time.perf_counter()
             loader.metrics()
-            tries.append(time.perf_counter() - start)
-        taken.append(statistics.median(tries))
-    assert max(taken) < 0.001  # about 15 µs on an idle core
-    assert taken[1] < 10 * taken[0]
+            times.append(time.thread_time())
+        least_s.append(min(after - before for before, after in itertools.pairwise(times)))
+    assert least_s[1] < 10 * least_s[0]
 
 
 def test_the_reference_lists_every_metric() -> None:

@@ -20,7 +20,15 @@ import pytest
 import rich.console
 import torch
 
-from minato import DataLoader, ErrorPolicy, FetchOptions, Observe, Readers, StragglerPolicy
+from minato import (
+    DataLoader,
+    ErrorPolicy,
+    FetchOptions,
+    Observe,
+    Readers,
+    StragglerPolicy,
+    metrics_collector,
+)
 from minato._core import Histogram
 from minato.caching import MemoryCache
 from minato.observe import report as report_module
@@ -488,8 +496,9 @@ def test_what_sources_reads_and_the_cache_did() -> None:
 def test_nothing_is_measured_on_request() -> None:
     loader = DataLoader(Numbers(8), 4, observe=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="observe=False"):
-        loader.report()
+    for ask in (loader.report, loader.metrics, loader.live, lambda: metrics_collector(loader)):
+        with pytest.raises(ValueError, match="observe=False: nothing was measured"):
+            ask()
 
 
 def test_large_batches_count_in_bytes() -> None:

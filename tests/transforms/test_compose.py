@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import random
 import sys
 from types import SimpleNamespace
@@ -188,10 +187,3 @@ def test_a_chain_keeps_its_steps_when_the_users_list_changes() -> None:
 def test_what_is_not_callable_is_refused_by_name(transforms: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Transforms.of(transforms)
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_chain_can_be_pickled(protocol: int) -> None:
-    chain = pickle.loads(pickle.dumps(Transforms.of([double, Add(3)]), protocol))
-    assert chain.run(5) == 13
-    assert chain.names == ("double", "Add")

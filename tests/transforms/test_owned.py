@@ -134,15 +134,6 @@ def bound_to(holder: Any) -> SampleRandomness:
     return SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
 
 
-def test_generators_are_unrelated() -> None:
-    holder = Holder(a=np.random.default_rng(0), b=np.random.default_rng(0), c=random.Random(0))
-    randomness = bound_to(holder)
-    with randomness.saved():
-        randomness.bind(0, 0)
-        drawn = [holder.a.random(), holder.b.random(), holder.c.random(), random.random()]
-    assert len(set(drawn)) == 4
-
-
 MODULES_OWN = np.random.default_rng(0)
 
 
@@ -266,15 +257,6 @@ def test_a_generator_that_a_closure_of_a_class_gets_later_is_found() -> None:
     generator = random.Random(0)
     assert owned.look()
     assert path_names(owned) == paths(it) != []
-
-
-def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
-    it = Pipeline()
-    owned = OwnedGenerators({"it": it})
-    it.items = [Holder(a=random.Random(0)), *(Holder(a=1) for _ in range(400))]
-    it.items.append(Holder(a=random.Random(0)))
-    assert owned.look()
-    assert path_names(owned) == paths(it)
 
 
 def structure(draw: random.Random, depth: int = 0) -> Any:
