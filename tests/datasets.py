@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
+import signal
 import threading
 import time
 import urllib.request
@@ -75,6 +77,20 @@ class Sleepy(Numbers):
     def __getitem__(self, index: int) -> int:
         time.sleep(self.slower.get(index, self.seconds))
         return index
+
+
+class DiesOnce(Sleepy):
+    """Sample 7 kills the first worker that runs it."""
+
+    def __init__(self, size: int, mark: Path) -> None:
+        super().__init__(size, 0.001)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
 
 
 class Filled(Numbers):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
 
 from minato import _fork_safety
 from minato._fork_safety import at_work, forget_in_children
+from tests.edges.test_forks import code_of, forked
 
 
 def test_a_fork_waits_for_a_thread_that_is_at_work() -> None:
@@ -25,10 +25,7 @@ def test_a_fork_waits_for_a_thread_that_is_at_work() -> None:
     thread.start()
     assert held.wait(60)
     threading.Timer(0.05, goes_on.set).start()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(events != ["worked"])
-    assert os.waitpid(pid, 0)[1] == 0
+    assert code_of(forked(lambda: events == ["worked"])) == 0
     thread.join()
 
 
@@ -51,9 +48,10 @@ def test_children_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fork_safety, "_forgotten", [])
     told: list[int] = []
     forget_in_children(lambda: told.append(1))
-    pid = os.fork()
-    if pid == 0:
+
+    def has_forgotten() -> bool:
         with at_work() as undisturbed:
-            os._exit(not (undisturbed and told == [1]))
-    assert os.waitpid(pid, 0)[1] == 0
+            return undisturbed and told == [1]
+
+    assert code_of(forked(has_forgotten)) == 0
     assert told == []

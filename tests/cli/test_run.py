@@ -19,7 +19,6 @@ from tests.subprocesses import python
 
 TRAIN = """
 import sys
-import zipfile
 import torch
 from torch.utils.data import DataLoader
 from beside import Numbers
@@ -69,17 +68,12 @@ def job(folder: Path, source: str, *arguments: str, **variables: str) -> Any:
     return run(folder, *(arguments or ["train.py"]), **variables)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_script_runs_unchanged_and_is_reported(tmp_path: Path, method: str) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job/train.py").write_text(TRAIN)
     (tmp_path / "job/beside.py").write_text("class Numbers:\n    factor = 2\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_script_runs_unchanged_and_is_reported(folder: Path, method: str) -> None:
-    done = run(folder, *RUN, "job/train.py", method, "--lr", "3", "-h")
+    done = run(tmp_path, *RUN, "job/train.py", method, "--lr", "3", "-h")
     assert (done.returncode, done.stdout) == (0, SEEN.format(method))
     last = done.stderr.rpartition("\nminato: ")[2]
     assert last.startswith("loader 'Mine', 1 epoch\n2 batches are too few for a verdict.\n")
@@ -120,13 +114,6 @@ def test_a_script_from_a_pipe_and_without_stderr_has_its_output_alone(tmp_path: 
     source = "import sys; sys.stderr = None; print(__name__)"
     done = python(*RUN, "/dev/stdin", cwd=tmp_path, given=source)
     assert (done.returncode, done.stdout, done.stderr) == (0, "__main__\n", "")
-
-
-@pytest.mark.slow
-def test_a_module_runs(folder: Path) -> None:
-    job = folder / "job"
-    done = run(job, *RUN, "-m", "train", "fork", "--lr", "3", "-h")
-    assert (done.returncode, done.stdout) == (0, SEEN.format("fork"))
 
 
 @pytest.mark.parametrize(
@@ -237,9 +224,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_process_of_a_program_writes_files_of_its_own(tmp_path: Path, rank: int) -> None:
-    files = {"MINATO_REPORT": "report.json", "MINATO_TRACE": "trace.json"}
-    done = job(tmp_path, SEVERAL, **files, LOCAL_RANK=str(rank))
+def test_each_process_of_a_program_writes_a_report_of_its_own(tmp_path: Path, rank: int) -> None:
+    done = job(tmp_path, SEVERAL, MINATO_REPORT="report.json", LOCAL_RANK=str(rank))
     assert (done.returncode, done.stderr) == (0, "")
     own = ".rank1" if rank else ""
     read = {}
@@ -249,12 +235,6 @@ def test_each_process_of_a_program_writes_files_of_its_own(tmp_path: Path, rank:
     assert read.pop(f"report{own}.json") == 8
     assert sorted(read.values()) == [8, 16, 24]
     assert all(re.fullmatch(rf"report{own}\.pid\d+\.json", name) for name in read)
-    traces = {path.name: path.read_text() for path in tmp_path.glob("trace*.json")}
-    assert len(traces) == 4
-    for name, text in traces.items():
-        assert len(set(re.findall(r'"pid":(\d+)', text))) == 1
-        assert sum(map(int, re.findall(r'"name":"next\(\)".*"samples":(\d+)', text))) in (8, 16, 24)
-        assert re.fullmatch(rf"trace(-2)?{own}(\.pid\d+)?\.json", name)
 
 
 @pytest.mark.slow
@@ -379,7 +359,6 @@ def test_a_package_that_lacks_another_says_so(tmp_path: Path) -> None:
 
 UNGUARDED = """
 import sys
-import zipfile
 from torch.utils.data import Dataset
 from minato import DataLoader
 

@@ -28,6 +28,7 @@ from minato.observe.trace import LoopTrack, Tracks
 from minato.observe.tracer import Tracer
 from minato.workers import pools, runner, supervision, worker
 from tests.datasets import (
+    DiesOnce,
     Failing,
     Filled,
     Lists,
@@ -91,20 +92,6 @@ class Unsendable(Sleepy):
     def __getitem__(self, index: int) -> Any:
         super().__getitem__(index)
         return (lambda: index) if index > self.size // 2 else index
-
-
-class DiesOnce(Sleepy):
-    """Sample 7 kills the first worker that runs it."""
-
-    def __init__(self, size: int, mark: Path) -> None:
-        super().__init__(size, 0.001)
-        self.mark = mark
-
-    def __getitem__(self, index: int) -> int:
-        if index == 7 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
 
 
 def slow_step(value: Any) -> Any:
