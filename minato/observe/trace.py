@@ -76,7 +76,7 @@ class Trace:
                 # The tracks will report the error: they cannot be written either.
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
-        return Tracks(path, LIMIT_BYTES, os.getpid(), number, self._name)
+        return Tracks(path, os.getpid(), number, self._name)
 
     def _begin(self, path: str) -> None:
         descriptor = self._open()
@@ -118,7 +118,6 @@ class Tracks(NamedTuple):
     """The tracks of one engine, by ``number`` among the living iterators of the loader; travels to its workers."""
 
     path: str
-    limit_bytes: int
     pid: int
     number: int
     name: str
@@ -144,7 +143,6 @@ class Track(Tracer):
 
     def __init__(self, tracks: Tracks, number: int, name: str) -> None:
         self._number = number = tracks.number * _TRACKS + number
-        self._limit_bytes = tracks.limit_bytes
         self._suffix = f" of iterator {tracks.number}" if tracks.number else ""
         self._where = f'"pid":{tracks.pid},"tid":{number}'
         self._samples: dict[int, int] = {}  # event of the sample at each position
@@ -227,8 +225,8 @@ class Track(Tracer):
         if descriptor is None:
             return
         try:
-            if os.fstat(descriptor).st_size + len(data) > self._limit_bytes:
-                full = f"the trace is full ({self._limit_bytes} bytes): nothing more of this track"
+            if os.fstat(descriptor).st_size + len(data) > LIMIT_BYTES:
+                full = f"the trace is full ({LIMIT_BYTES} bytes): nothing more of this track"
                 self._descriptor, data = None, self._instant(full, now_ns()).encode("ascii")
             if os.write(descriptor, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -317,8 +317,3 @@ def test_how_things_stand_is_looked_up_only_for_those_who_look() -> None:
         running.enter()
         running.leave(1, 1, loader)
     assert loader.call_count < 100  # for the time line
-    journal.totals()
-    before = loader.call_count
-    running.enter()
-    running.leave(1, 1, loader)
-    assert loader.call_count > before

@@ -29,7 +29,6 @@ from minato import (
     StragglerPolicy,
     metrics_collector,
 )
-from minato._core import Histogram
 from minato.caching import MemoryCache
 from minato.observe import report as report_module
 from minato.observe.epoch_log import LoaderUse
@@ -51,6 +50,7 @@ from tests.datasets import (
     wait_until,
 )
 from tests.observe.events import read
+from tests.observe.histograms import histogram
 from tests.subprocesses import children
 
 
@@ -121,8 +121,7 @@ def test_no_figure_of_a_stage_is_negative() -> None:
     """The shares of the others may add up to more than 1 by the rounding of floats."""
     metrics = Metrics(Counter(busy_ns=33))
     for name, duration_ns in {"dataset": 12, "0 One": 10, "1 Two": 11, "total": 33}.items():
-        metrics.histograms[name] = Histogram()
-        metrics.histograms[name].record(duration_ns)
+        metrics.histograms[name] = histogram(duration_ns)
     rest = report_module._stages(metrics, ["One", "Two"])[-1]
     assert (rest.share, rest.mean_s) == (0, 0)
 

@@ -357,7 +357,7 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
 
 def loop_into(path: Path) -> LoopTrack:
     path.write_text("[\n")
-    loop = LoopTrack(Tracks(str(path), 1 << 20, 1, 0, "loader").loop())
+    loop = LoopTrack(Tracks(str(path), 1, 0, "loader").loop())
     loop.begin(0, None, None)
     loop.started()
     return loop
