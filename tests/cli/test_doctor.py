@@ -29,6 +29,7 @@ from minato.cli.doctor import Finding
 from minato.cli.main import main
 from minato.transforms import rng_memory
 from tests.subprocesses import python
+from tests.transforms.test_rng import forget_probes
 
 ROOT = Path(doctor.__file__).parents[1]
 GIB = 1 << 30
@@ -95,17 +96,7 @@ def without(where: Any, name: str) -> Change:
 
 def forbid_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("MINATO_DIRECT_MEMORY", "0")
-    forget_generators()
-
-
-def forget_generators() -> None:
-    for name in (
-        "python_position_offset",
-        "numpy_gauss_offset",
-        "pcg64_order",
-        "torch_state_offset",
-    ):
-        getattr(rng_memory, f"_{name}").cache_clear()
+    forget_probes()
 
 
 def few_processes(patch: pytest.MonkeyPatch) -> None:
@@ -176,7 +167,7 @@ def test_a_limit_is_found_and_has_a_remedy(
     with monkeypatch.context() as patch:
         change(patch)
         finding = found(name)
-    forget_generators()
+    forget_probes()
     assert finding.state == "limit"
     assert re.search(value, finding.value)
     assert remedy in finding.remedy

@@ -215,7 +215,7 @@ def probing_again() -> Iterator[None]:
 
 
 def forget_probes() -> None:
-    for name in (*OFFSETS, "_torch_layout_is_known"):
+    for name in (*OFFSETS, "_pcg64_order", "_torch_layout_is_known"):
         getattr(rng_memory, name).cache_clear()
 
 
@@ -225,8 +225,7 @@ def test_memory_that_does_not_verify_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     expected = bound_draws(SampleRandomness(5), 1, 2)
-    for name in OFFSETS:
-        getattr(rng_memory, name).cache_clear()
+    forget_probes()
     with monkeypatch.context() as patch:
         if failure == "not found":
             patch.setattr(ctypes, "string_at", lambda address, size: bytes(size))
