@@ -394,9 +394,10 @@ class _ChildPickler(reduction.ForkingPickler):
             return self._by_value.reducer_override(value)
         known, key = self._by_value.globals_ref, id(value.__globals__)
         if key not in known and (name := _imported_as(value)) is not None:
-            known[key] = _ModuleGlobals(name)
+            known[key] = _Globals(_module_globals, name)
         reduced = self._by_value.reducer_override(value)
-        if isinstance(known.get(key), _ModuleGlobals) and reduced is not NotImplemented:
+        is_imported = getattr(known.get(key), "find", None) is _module_globals
+        if is_imported and reduced is not NotImplemented:
             _, slots = reduced[2]
             slots["__globals__"] = {}
         return reduced
@@ -731,7 +732,7 @@ def _code_pickler(first: type | FunctionType) -> Any:
     # All functions of the main module see the same globals, as in this process, also those that go by name.
     main = _main_globals({})
     names = {name: main.get(name) for name in ("__package__", "__file__")}
-    pickler.globals_ref[id(main)] = _MainGlobals(names)
+    pickler.globals_ref[id(main)] = _Globals(_main_globals, names)
     return pickler
 
 
@@ -750,31 +751,22 @@ def _imported_as(function: FunctionType) -> str | None:
     return name if spec is not None and spec.origin == names.get("__file__") else None
 
 
-class _ModuleGlobals:
-    """Arrives as the globals of an imported module."""
+class _Globals:
+    """Arrives as the globals that a function finds in the process that it is sent to."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, find: Callable[..., object], argument: object) -> None:
+        self.find, self._argument = find, argument
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _module_globals, (self._name,)
+        return self.find, (self._argument,)
 
 
 def _module_globals(name: str) -> dict[str, Any]:
     return vars(importlib.import_module(name))
 
 
-class _MainGlobals:
-    """Arrives as the globals of the main module of the process that it is sent to, which takes missing ``names``."""
-
-    def __init__(self, names: dict[str, object]) -> None:
-        self._names = names
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _main_globals, (self._names,)
-
-
 def _main_globals(names: dict[str, object]) -> dict[str, object]:
+    """Those of the main module, which takes missing ``names``."""
     main = vars(sys.modules["__main__"])
     # multiprocessing copies what it has run to the module, whose functions keep their own globals.
     parts = [part for value in list(main.values()) for part in _with_methods(value)]
