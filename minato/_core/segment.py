@@ -119,6 +119,7 @@ class Segment:
 
     Attributes:
         descriptor: The file that is mapped; -1 if the memory is not shared.
+        mapping: The memory itself.
     """
 
     def __init__(self, nbytes: int, least_bytes: int | None = None, shared: bool = True) -> None:
@@ -168,7 +169,7 @@ class Segment:
         return segment
 
     def _adopt(self, descriptor: int, memory: mmap.mmap) -> None:
-        self._memory = memory
+        self.mapping = memory
         self.descriptor = descriptor
         self.nbytes = len(memory)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(memory, np.uint8)
@@ -177,11 +178,6 @@ class Segment:
             weakref.finalize(self, os.close, descriptor)
         _mapped[:] = [reference for reference in _mapped if reference() is not None]
         _mapped.append(weakref.ref(memory))
-
-    @property
-    def mapping(self) -> mmap.mmap:
-        """The memory itself."""
-        return self._memory
 
     def separate(self) -> None:
         """Have this process see a copy of its own from now on, at the same address; for a forked child."""
@@ -200,15 +196,15 @@ class Segment:
         The end of the process does not call it. Neither the function nor the arguments may hold such an array.
         """
         # From 2.5 on, NumPy gives an array's memory up before the finalizer runs, which therefore holds the mapping.
-        weakref.finalize(self.array, _call, self._memory, function, *arguments).atexit = False
+        weakref.finalize(self.array, _call, self.mapping, function, *arguments).atexit = False
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """A copy of a few bytes; sooner made than by the array."""
-        return self._memory[offset : offset + nbytes]
+        return self.mapping[offset : offset + nbytes]
 
     def write(self, offset: int, data: bytes) -> None:
         """Write a few bytes; sooner done than by the array."""
-        self._memory[offset : offset + len(data)] = data
+        self.mapping[offset : offset + len(data)] = data
 
     def discard(self, start: int, end: int) -> None:
         """Give the pages of [start, end) back to the system; they read as zero afterwards."""
@@ -216,7 +212,7 @@ class Segment:
         start, end = -(-start // page) * page, end // page * page
         advice = "MADV_REMOVE" if self.descriptor >= 0 else "MADV_DONTNEED"
         if end > start and hasattr(mmap, advice):
-            self._memory.madvise(getattr(mmap, advice), start, end - start)
+            self.mapping.madvise(getattr(mmap, advice), start, end - start)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
