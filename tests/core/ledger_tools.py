@@ -41,46 +41,6 @@ def run_of(claim: Any) -> tuple[int, int, int] | None:
     return None if claim is None else (claim.batch, claim.k, claim.count)
 
 
-class Hand:
-    """A worker of a ledger, as steps of a test."""
-
-    def __init__(self, ledger: Any) -> None:
-        self.ledger = ledger
-
-    def claim(self, max_run: int = 1, fresh: bool = False) -> tuple[int, int, int] | None:
-        return run_of(self.ledger.claim(max_run, fresh))
-
-    def fill(self, position: int, late: bool = False, blob: int = 0) -> int:
-        """Reserve a place for a claimed sample and fill it, as a worker does; ``blob`` is a kind."""
-        place, batch, taken = self.ledger.reserve(position, 1, late)
-        record = self.ledger.describe(batch)
-        assert taken == 1
-        assert 0 <= place - record.first < record.count
-        if blob:
-            self.ledger.attach(place, 8192 | blob, 10)
-        else:
-            assert self.ledger.publish_layout(batch, LAYOUT) == LAYOUT
-        outcome = self.ledger.fill(position, place)
-        if outcome == codes.MUST_COLLATE:
-            self.collate(batch)
-        return int(outcome)
-
-    def collate(self, batch: int) -> None:
-        self.ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
-
-    def work(self, max_run: int = 1, late: bool = False) -> list[int]:
-        """Do everything there is to do; returns the positions worked on."""
-        worked = []
-        while (claim := self.ledger.claim(max_run)) is not None:
-            if claim.count == 0:
-                self.collate(claim.batch)
-            start = self.ledger.describe(claim.batch).first + claim.k
-            for position in range(start, start + claim.count):
-                self.fill(position, late)
-                worked.append(position)
-        return worked
-
-
 class Desk:
     """One ledger, its consumer, its workers, and its records.
 
@@ -103,7 +63,6 @@ class Desk:
         self.memory = memory if memory is not None else mmap.mmap(-1, 1 << 16)
         self.ledger = twin.ConsumerLedger(self.memory, self.sizes, lock_fd)
         self.workers = [self.ledger.worker(number) for number in range(workers)]
-        self.hands = [Hand(worker) for worker in self.workers]
         self.nbytes = twin.ConsumerLedger.nbytes(*self.sizes)
         self.header = np.frombuffer(self.memory, spec._HEADER, 1)[0]
         offset = spec._HEADER.itemsize + workers * spec._WORKER.itemsize
@@ -129,7 +88,7 @@ class Desk:
     def claim(
         self, worker: int, max_run: int = 1, fresh: bool = False
     ) -> tuple[int, int, int] | None:
-        return self.hands[worker].claim(max_run, fresh)
+        return run_of(self.workers[worker].claim(max_run, fresh))
 
     def claim_position(self, worker: int) -> int:
         """Claim one sample and return its position."""
@@ -143,13 +102,35 @@ class Desk:
         return int(self.ledger.describe(batch).first)
 
     def fill(self, worker: int, position: int, late: bool = False, blob: int = 0) -> int:
-        return self.hands[worker].fill(position, late, blob)
+        """Reserve a place for a claimed sample and fill it, as a worker does; ``blob`` is a kind."""
+        end = self.workers[worker]
+        place, batch, taken = end.reserve(position, 1, late)
+        record = end.describe(batch)
+        assert taken == 1
+        assert 0 <= place - record.first < record.count
+        if blob:
+            end.attach(place, 8192 | blob, 10)
+        else:
+            assert end.publish_layout(batch, LAYOUT) == LAYOUT
+        outcome = end.fill(position, place)
+        if outcome == codes.MUST_COLLATE:
+            self.collate(batch)
+        return int(outcome)
 
     def collate(self, batch: int) -> None:
-        self.hands[0].collate(batch)
+        self.workers[0].set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
 
     def work(self, worker: int, max_run: int = 1, late: bool = False) -> list[int]:
-        return self.hands[worker].work(max_run, late)
+        """Do everything there is to do; returns the positions worked on."""
+        worked = []
+        while (run := self.claim(worker, max_run)) is not None:
+            batch, k, count = run
+            if count == 0:
+                self.collate(batch)
+            for position in range(self.first(batch) + k, self.first(batch) + k + count):
+                self.fill(worker, position, late)
+                worked.append(position)
+        return worked
 
     # ---- the consumer
 

@@ -10,16 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from minato._core import codes
 from tests.core.ledger_tools import LAYOUT, SLOT, Desk, values
@@ -28,10 +18,27 @@ from tests.selection import mostly_slow
 TWIN = "ledger"
 
 WORKERS, PASSES = 3, 2
-workers = st.integers(0, WORKERS - 1)
-passes = st.integers(0, PASSES - 1)
-pick = st.integers(0, 1 << 30)
-runs = st.integers(1, 4)
+Arguments = Callable[[random.Random], tuple[Any, ...]]
+STEPS: dict[str, tuple[float, Arguments]] = {}
+"""How often each step of a walk comes, and its arguments."""
+
+
+def step(weight: float, arguments: Arguments) -> Callable[[Any], Any]:
+    """A step of a walk, by which its method is known."""
+
+    def named(method: Any) -> Any:
+        STEPS[method.__name__] = weight, arguments
+        return method
+
+    return named
+
+
+def worker_of(draw: random.Random) -> int:
+    return draw.randrange(WORKERS)
+
+
+def reservation(draw: random.Random) -> tuple[Any, ...]:
+    return worker_of(draw), draw.randrange(99), draw.randint(1, 4), draw.random() < 0.5
 
 
 @dataclass
@@ -56,14 +63,11 @@ class Hand:
     collating: list[int] = field(default_factory=list)
 
 
-class Twins(RuleBasedStateMachine):
+class Twins:
     """The consumer and the workers of two loaders, one with each ledger."""
 
-    halves: tuple[ModuleType, ModuleType]
-
-    @initialize(batches=st.integers(2, 5), positions=st.sampled_from([4, 8, 16]))
-    def create(self, batches: int, positions: int) -> None:
-        self.desks = [Desk(half, WORKERS, batches, positions) for half in self.halves]
+    def __init__(self, halves: tuple[ModuleType, ModuleType], batches: int, positions: int) -> None:
+        self.desks = [Desk(half, WORKERS, batches, positions) for half in halves]
         self.open: list[Open] = []
         self.hands = [Hand() for _ in range(WORKERS)]
         self.wanted: set[int] = set()
@@ -90,14 +94,21 @@ class Twins(RuleBasedStateMachine):
     def batch_of(self, position: int) -> Open:
         return next(b for b in self.open if b.first <= position < b.first + b.count)
 
-    @invariant()
     def bytes_are_the_same(self) -> None:
         pure, compiled = (desk.image() for desk in self.desks)
         assert pure == compiled
 
     # ---- the consumer
 
-    @rule(count=st.integers(1, 5), bound=st.booleans(), index=passes, owner=st.integers(0, WORKERS))
+    @step(
+        8,
+        lambda d: (
+            d.randint(1, 5),
+            d.random() < 0.4,
+            d.randrange(PASSES),
+            d.choice((0, 0, 1, 2, 3)),
+        ),
+    )
     def open_batch(self, count: int, bound: bool, index: int, owner: int) -> None:
         swept = not any(b.cancelled and b.epoch_slot == index for b in self.open)
         if not swept or not self.both("has_room", count):
@@ -112,7 +123,7 @@ class Twins(RuleBasedStateMachine):
         self.wanted.update(keys)
         self.open.append(Open(record, first, count, bound, index, owner))
 
-    @rule(which=pick)
+    @step(2, lambda d: (d.randrange(99),))
     def bind_late(self, which: int) -> None:
         free = [b for b in self.open if not b.bound and not b.cancelled]
         pairs = [
@@ -124,7 +135,7 @@ class Twins(RuleBasedStateMachine):
         if pairs:
             self.both("bind_late", *pairs[which % len(pairs)])
 
-    @rule()
+    @step(4, lambda d: ())
     def deliver(self) -> None:
         for batch in self.open:
             ready = self.both("state", batch.record) == codes.READY
@@ -141,7 +152,7 @@ class Twins(RuleBasedStateMachine):
         self.both("retire", batch.record)
         self.open.remove(batch)
 
-    @rule(index=passes)
+    @step(0.15, lambda d: (d.randrange(PASSES),))
     def cancel(self, index: int) -> None:
         """Abandon a pass; its samples that were not delivered are not wanted any more."""
         for batch in self.open:
@@ -152,7 +163,7 @@ class Twins(RuleBasedStateMachine):
                 self.wanted.difference_update(numbers, map(self.occupant.get, numbers))
         self.wanted |= set(self.delivered)
 
-    @rule(index=passes)
+    @step(2, lambda d: (d.randrange(PASSES),))
     def sweep(self, index: int) -> None:
         gone = [batch for batch in self.open if batch.cancelled and batch.epoch_slot == index]
         if not gone or not all(self.both("settled", batch.record) for batch in gone):
@@ -162,12 +173,12 @@ class Twins(RuleBasedStateMachine):
                 self.retire(batch)
             self.both("open_epoch", index)
 
-    @rule(value=st.booleans())
+    @step(1, lambda d: (d.random() < 0.5,))
     def wait(self, value: bool) -> None:
         for desk in self.desks:
             desk.ledger.waiting = value
 
-    @rule(worker=workers)
+    @step(0.7, lambda d: (worker_of(d),))
     def kill(self, worker: int) -> None:
         assert self.both("owns", worker) >= bool(self.hands[worker].positions)
         for position in self.hands[worker].positions:
@@ -178,7 +189,7 @@ class Twins(RuleBasedStateMachine):
 
     # ---- workers
 
-    @rule(worker=workers, max_run=st.integers(1, 6), fresh=st.booleans())
+    @step(10, lambda d: (worker_of(d), d.randint(1, 4), d.random() < 0.2))
     def claim(self, worker: int, max_run: int, fresh: bool = False) -> None:
         waiting = {p for p in self.offered if self.each(worker, "is_offered", p)}
         lease = self.each(worker, "claim", max_run, fresh)
@@ -198,7 +209,7 @@ class Twins(RuleBasedStateMachine):
         assert not (fresh and waiting.intersection(run))
         self.hands[worker].positions += run
 
-    @rule(worker=workers, which=pick)
+    @step(4, lambda d: (worker_of(d), d.randrange(99)))
     def offer(self, worker: int, which: int) -> None:
         """Only the owner of a batch reads its items."""
         mine = self.hands[worker].positions
@@ -211,7 +222,7 @@ class Twins(RuleBasedStateMachine):
             self.hands[worker].positions.remove(position)
             self.offered.add(position)
 
-    @rule(worker=workers, which=pick, run=runs, late=st.booleans())
+    @step(3, reservation)
     def reserve(self, worker: int, which: int, run: int, late: bool) -> None:
         self.reserved(worker, which, run, late)
 
@@ -230,7 +241,7 @@ class Twins(RuleBasedStateMachine):
             assert place == position or not own.bound
         return range(position, position + taken), place
 
-    @rule(worker=workers, which=pick, run=runs, late=st.booleans(), kind=st.integers(0, 4))
+    @step(20, lambda d: (*reservation(d), d.choice((0, 0, 0, 1, 2, 3, 4))))
     def fill(self, worker: int, which: int, run: int, late: bool, kind: int) -> None:
         reserved = self.reserved(worker, which, run, late)
         if reserved is None:
@@ -249,7 +260,7 @@ class Twins(RuleBasedStateMachine):
         outcome = self.each(worker, "fill", samples[0], place, len(samples))
         self.settle(worker, record, outcome)
 
-    @rule(worker=workers, max_run=st.integers(1, 5), filled=st.integers(0, 5))
+    @step(0.3, lambda d: (worker_of(d), d.randint(1, 5), d.randrange(6)))
     def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
         """Killed when it has filled so many places of a batch whose result is there."""
         batch, first, count = self.claimed_bound(worker, max_run)
@@ -273,7 +284,7 @@ class Twins(RuleBasedStateMachine):
         del hand.positions[before:]
         return self.batch_of(run[0]), run[0], len(run)
 
-    @rule(worker=workers, max_run=st.integers(1, 5), together=st.booleans())
+    @step(4, lambda d: (worker_of(d), d.randint(1, 5), d.random() < 0.5))
     def fill_run(self, worker: int, max_run: int, together: bool) -> None:
         batch, first, count = self.claimed_bound(worker, max_run)
         if batch is None:
@@ -288,36 +299,34 @@ class Twins(RuleBasedStateMachine):
         if outcome == codes.MUST_COLLATE:
             self.hands[worker].collating.append(record)
 
-    @rule(which=pick, ahead=st.integers(0, 12))
+    @step(3, lambda d: (d.randrange(99), d.randrange(12)))
     def start_early(self, which: int, ahead: int) -> None:
         batches = [batch for batch in self.open if not batch.owner]
         if batches:
             batch = batches[which % len(batches)]
             self.both("start_early", batch.first + which % batch.count, ahead)
 
-    @rule(worker=workers, cost_ns=st.integers(0, 99))
+    @step(2, lambda d: (worker_of(d), d.randrange(99)))
     def note_costs(self, worker: int, cost_ns: int) -> None:
         for position in self.hands[worker].positions[:1]:
             self.each(worker, "note_costs", position, array("q", [cost_ns]), 1)
             self.both("is_placed", position)
 
-    @rule(worker=workers)
+    @step(5, lambda d: (worker_of(d),))
     def collate(self, worker: int) -> None:
         collating = self.hands[worker].collating
         if collating:
             self.each(worker, "set_ready", collating.pop(), 4096 | codes.SAMPLE_BLOB, 11)
 
-    @precondition(lambda self: any(not b.delivered for b in self.open))
-    @rule(which=pick, nbytes=st.integers(0, 300))
+    @step(1, lambda d: (d.randrange(99), d.randrange(300)))
     def allocate(self, which: int, nbytes: int) -> None:
         batches = [batch for batch in self.open if not batch.delivered]
-        self.each(0, "allocate", batches[which % len(batches)].record, nbytes)
+        if batches:
+            self.each(0, "allocate", batches[which % len(batches)].record, nbytes)
 
     # ---- the end
 
-    def teardown(self) -> None:
-        if not hasattr(self, "desks"):
-            return
+    def end(self) -> None:
         for worker in range(1, WORKERS):
             self.kill(worker)
         idle = 0
@@ -337,57 +346,14 @@ class Twins(RuleBasedStateMachine):
         self.bytes_are_the_same()
 
 
-def test_random_operations(twins: tuple[ModuleType, ModuleType]) -> None:
-    Twins.halves = twins
-    some = settings(max_examples=60, stateful_step_count=60)
-    run_state_machine_as_test(Twins, settings=some)
-
-
-def worker_of(draw: random.Random) -> int:
-    return draw.randrange(WORKERS)
-
-
-STEPS: dict[str, tuple[float, Callable[[random.Random], tuple[Any, ...]]]] = {
-    "open_batch": (
-        8,
-        lambda d: (
-            d.randint(1, 5),
-            d.random() < 0.4,
-            d.randrange(PASSES),
-            d.choice((0, 0, 1, 2, 3)),
-        ),
-    ),
-    "claim": (10, lambda d: (worker_of(d), d.randint(1, 4), d.random() < 0.2)),
-    "reserve": (3, lambda d: (worker_of(d), d.randrange(99), d.randint(1, 4), d.random() < 0.5)),
-    "fill": (20, lambda d: (*STEPS["reserve"][1](d), d.choice((0, 0, 0, 1, 2, 3, 4)))),
-    "fill_run": (4, lambda d: (worker_of(d), d.randint(1, 5), d.random() < 0.5)),
-    "offer": (4, lambda d: (worker_of(d), d.randrange(99))),
-    "start_early": (3, lambda d: (d.randrange(99), d.randrange(12))),
-    "note_costs": (2, lambda d: (worker_of(d), d.randrange(99))),
-    "collate": (5, lambda d: (worker_of(d),)),
-    "deliver": (4, lambda d: ()),
-    "sweep": (2, lambda d: (d.randrange(PASSES),)),
-    "bind_late": (2, lambda d: (d.randrange(99),)),
-    "wait": (1, lambda d: (d.random() < 0.5,)),
-    "allocate": (1, lambda d: (d.randrange(99), d.randrange(300))),
-    "kill": (0.7, lambda d: (worker_of(d),)),
-    "die_with_a_result": (0.3, lambda d: (worker_of(d), d.randint(1, 5), d.randrange(6))),
-    "cancel": (0.15, lambda d: (d.randrange(PASSES),)),
-}
-"""How often each step of a walk comes, and its arguments."""
-
-
-@pytest.mark.parametrize("seed", mostly_slow(range(6), quick=2))
+@pytest.mark.parametrize("seed", mostly_slow(range(6), quick=3))
 def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> None:
-    """The same operations, as often as a loader performs them: thousands, with few kills and cancels between."""
+    """As many operations as a loader performs: thousands, with few kills and cancels between."""
     draw = random.Random(seed)
-    Twins.halves = twins
-    walk = Twins()
-    walk.create(batches=3 + seed % 3, positions=8 << seed % 2)
+    walk = Twins(twins, 3 + seed % 3, (8, 16, 4)[seed % 3])
     weights = [weight for weight, _ in STEPS.values()]
     for name in draw.choices([*STEPS], weights, k=15_000):
-        if name != "allocate" or any(not batch.delivered for batch in walk.open):
-            getattr(walk, name)(*STEPS[name][1](draw))
-            walk.bytes_are_the_same()
-    walk.teardown()
+        getattr(walk, name)(*STEPS[name][1](draw))
+        walk.bytes_are_the_same()
+    walk.end()
     assert len(walk.delivered) > 300
