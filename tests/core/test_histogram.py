@@ -106,30 +106,18 @@ def test_a_counting_cleared_since_the_snapshot_is_all_window(twin: ModuleType) -
     assert histogram.subtract(before).count == 3
 
 
-@given(values=durations)
-def test_twins_write_the_same_bytes(
-    twins: tuple[ModuleType, ModuleType], values: list[int]
-) -> None:
-    pure, compiled = twins
-    assert pure.HISTOGRAM_NBYTES == compiled.HISTOGRAM_NBYTES
-    memories = [bytearray(pure.HISTOGRAM_NBYTES), bytearray(pure.HISTOGRAM_NBYTES)]
-    for twin, memory in zip(twins, memories, strict=True):
-        histogram = recorded(twin, values, memory)
-        histogram.merge(histogram.snapshot())
-    assert memories[0] == memories[1]
-
-
 @given(values=durations, older=durations, q=shares)
-def test_twins_read_the_same_answers(
+def test_twins_write_the_same_bytes_and_read_the_same_answers(
     twins: tuple[ModuleType, ModuleType], values: list[int], older: list[int], q: float
 ) -> None:
     answers = []
     for twin in twins:
-        histogram = recorded(twin, older)
+        memory = bytearray(twin.HISTOGRAM_NBYTES)
+        histogram = recorded(twin, older, memory)
         before = histogram.snapshot()
         histogram.merge(recorded(twin, values))
         window = histogram.subtract(before)
-        answers.append((summary(histogram), summary(window), window.percentile(q)))
+        answers.append((memory, summary(histogram), summary(window), window.percentile(q)))
     assert answers[0] == answers[1]
 
 

@@ -14,33 +14,19 @@ from tests.project.test_layering import PACKAGE, dotted
 
 OPTIONAL = {"IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"}
 
-EACH_ALONE = """
-# A fork per module: torch is imported once, and no module finds another one of minato loaded. The
-# package's own __init__ is left out, because it imports most modules in one fixed order.
-import importlib, os, sys, traceback, types, warnings
-import numpy, psutil, torch.utils.data, torch.multiprocessing
-running = 0
-for module in sys.argv[1:]:
-    if running == os.cpu_count():
-        os.wait()
-        running -= 1
-    pid = os.fork()
-    if pid == 0:
-        package = types.ModuleType("minato")
-        package.__path__ = [os.path.join(os.getcwd(), "minato")]
-        sys.modules["minato"] = package
-        warnings.simplefilter("error")
-        try:
-            importlib.import_module(module)
-        except BaseException as error:
-            print(module, *traceback.format_exception_only(error), sep=": ", end="", flush=True)
-        os._exit(0)
-    running += 1
-for _ in range(running):
-    os.wait()
+ALONE = """
+# Torch is imported once, and no module finds another one of minato loaded. The package's own __init__ is left out,
+# because it imports most modules in one fixed order.
+import importlib, os, sys, types, warnings
+package = types.ModuleType("minato")
+package.__path__ = [os.path.join(os.getcwd(), "minato")]
+sys.modules["minato"] = package
+os.environ["MINATO_NO_EXTENSIONS"] = {pure!r}
+warnings.simplefilter("error")
+importlib.import_module({module!r})
 """
 
-PARTS = 3
+PARTS = 5
 """In so many tests: imports take long on a busy machine."""
 
 SIDE_EFFECTS = """
@@ -127,12 +113,6 @@ if __name__ == "__main__":
 """
 
 
-def run(script: str, *arguments: str, **variables: str) -> str:
-    """Run a script in a fresh interpreter at the root, warnings being errors; return its output."""
-    given = "-W", "error", "-c", script, *arguments
-    return subprocesses.output(*given, **{"MINATO_NO_EXTENSIONS": "", **variables})
-
-
 MODULES = [name for name in map(dotted, sorted(PACKAGE.rglob("*.py"))) if name != "minato"]
 """Dispatchers and pure twins included."""
 
@@ -148,18 +128,23 @@ needs_extensions = pytest.mark.skipif(
 )
 
 
+def failures_alone(modules: list[str], pure: str = "") -> dict[str, str]:
+    scripts = {module: ALONE.format(module=module, pure=pure) for module in modules}
+    return subprocesses.in_forks(scripts)[1]
+
+
 @needs_extensions
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_module_imports_alone(part: int) -> None:
-    assert run(EACH_ALONE, *MODULES[part::PARTS]).splitlines() == []
+    assert failures_alone(MODULES[part::PARTS]) == {}
 
 
 @pytest.mark.slow
 def test_every_module_of_the_core_imports_alone_in_pure_python() -> None:
     """The others import no twin by its name: test_layering.py."""
     names = [name for name in MODULES if name.startswith("minato._core")]
-    assert run(EACH_ALONE, *names, MINATO_NO_EXTENSIONS="1").splitlines() == []
+    assert failures_alone(names, pure="1") == {}
 
 
 PURE = "import os\nos.environ['MINATO_NO_EXTENSIONS'] = '1'\n"
