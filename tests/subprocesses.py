@@ -129,9 +129,7 @@ def in_session(
         try:
             yield process
         finally:
-            for pid in session(process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            end_session(process.pid)
 
 
 def at_work(process: subprocess.Popen[str]) -> list[int]:
@@ -150,6 +148,12 @@ def session(leader: int) -> list[int]:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
+
+
+def end_session(leader: int) -> None:
+    for pid in session(leader):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_end(leader: int, timeout_s: float = 20.0) -> list[int]:

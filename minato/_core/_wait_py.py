@@ -18,9 +18,8 @@ EVENT_COUNT_NBYTES = 8
 _FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
 _ADD_ONE = 1 << 28 | 1 << 12 | 0xFFF
 """FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, -1): add 1 to the word."""
-_FUTEX = FUTEX_NUMBER
 _FALLBACK_SLEEP_S = 0.0005
-_syscall = ctypes.CDLL(None, use_errno=True).syscall if _FUTEX is not None else None
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if FUTEX_NUMBER is not None else None
 
 
 class _Timespec(ctypes.Structure):
@@ -68,7 +67,7 @@ class EventCount:
             self._words[0] = int.from_bytes(os.urandom(4), "little")  # surely another number
             return
         word = ctypes.c_void_p(self._address)
-        if _syscall(_FUTEX, word, _FUTEX_WAKE_OP, sleepers, None, word, _ADD_ONE) < 0:
+        if _syscall(FUTEX_NUMBER, word, _FUTEX_WAKE_OP, sleepers, None, word, _ADD_ONE) < 0:
             raise OSError(ctypes.get_errno(), "the kernel did not count an event")
 
     def wait(self, seen: int, timeout_s: float) -> bool:
@@ -84,7 +83,7 @@ class EventCount:
             whole = int(timeout_s)
             limit = _Timespec(whole, int((timeout_s - whole) * 1e9))
             _syscall(
-                _FUTEX,
+                FUTEX_NUMBER,
                 ctypes.c_void_p(self._address),
                 _FUTEX_WAIT,
                 ctypes.c_uint32(seen),

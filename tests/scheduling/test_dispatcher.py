@@ -90,16 +90,6 @@ def test_fast_first_puts_late_samples_into_the_newest_batch() -> None:
     assert bench.finish(bench.claim(), late=True) == [records[0]]
 
 
-def test_no_more_batches_are_open_than_the_window_allows() -> None:
-    bench = Bench(fixed=3).begun(PAIRS)
-    assert bench.dispatcher.num_open == 3
-    bench.work(2)
-    bench.dispatcher.next()
-    assert bench.dispatcher.num_open == 2
-    bench.dispatcher.refill()
-    assert bench.dispatcher.num_open == 3
-
-
 def topped_up(bench: Bench) -> list[int]:
     """How many batches are open after each of the first four."""
     bench.begin([[i] for i in range(40)])

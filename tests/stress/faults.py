@@ -356,7 +356,7 @@ def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dic
                 del running[pid]
                 left = subprocesses.wait_for_end(pid, ENDS_S) if done else []
                 if left or not done:
-                    end_session(pid)
+                    subprocesses.end_session(pid)
                 if not done:
                     os.waitpid(pid, 0)
                 output.seek(0)
@@ -373,7 +373,7 @@ def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dic
             time.sleep(0.01)
     finally:
         for pid in running:
-            end_session(pid)
+            subprocesses.end_session(pid)
             os.waitpid(pid, 0)
     return took_s, skipped
 
@@ -394,12 +394,6 @@ def until_none_is_left(left: Callable[[], Collection[str]]) -> None:
         assert time.monotonic() < deadline, f"left behind: {found}"
         gc.collect()
         time.sleep(0.02)
-
-
-def end_session(leader: int) -> None:
-    for pid in subprocesses.session(leader):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def report(took_s: dict[Cell, float], skipped: dict[Cell, str], seconds: float, seed: int) -> str:
