@@ -239,33 +239,3 @@ def test_a_few_bytes_are_read_and_written(shared: bool) -> None:
     segment.write(7, b"abc")
     assert segment.read(6, 5) == b"\0abc\0"
     assert segment.array[6:11].tobytes() == b"\0abc\0"
-
-
-CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
-
-
-@pytest.mark.skipif(
-    not CORE_PATTERN.exists() or CORE_PATTERN.read_text().startswith(("|", "/", "@")),
-    reason="core dumps go to a program or a folder of the system's: the flags in smaps are checked instead",
-)
-def test_a_core_dump_holds_and_takes_only_what_was_touched(tmp_path: Path) -> None:
-    script = f"""
-import os, resource, signal, time
-from minato._core.segment import Segment
-segments = [Segment(1 << 30), Segment(1 << 30, shared=False)]  # of which all pages are looked at
-for segment in segments:
-    segment.array[0] = 1
-child = os.fork()
-if child == 0:
-    os.chdir({str(tmp_path)!r})
-    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    os.abort()
-_, status = os.waitpid(child, 0)
-print(os.WCOREDUMP(status), os.fstat(segments[0].descriptor).st_blocks * 512)
-"""
-    dumped, nbytes = run(script)
-    if dumped != "True":
-        pytest.skip("this machine makes no core dumps")
-    assert int(nbytes) == PAGE
-    (core,) = tmp_path.iterdir()
-    assert core.stat().st_size < 1 << 30
