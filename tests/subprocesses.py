@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,8 +27,8 @@ TIMEOUT_S = 200
 
 def command(script: str, *arguments: object) -> list[str]:
     """The command line of a script; warnings are errors, except torch's advice about few cores."""
-    warnings = ["-W", "error", "-W", "ignore:This DataLoader will create:UserWarning"]
-    return [sys.executable, *warnings, str(SCRIPTS / script), *map(str, arguments)]
+    filters = ["-W", "error", "-W", "ignore:This DataLoader will create:UserWarning"]
+    return [sys.executable, *filters, str(SCRIPTS / script), *map(str, arguments)]
 
 
 def environment(pure: bool = False) -> dict[str, str]:
@@ -61,6 +63,24 @@ def output(*arguments: object, **options: Any) -> str:
     done = python(*arguments, **options)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     return done.stdout
+
+
+def fork(run: Callable[[], None]) -> int:
+    """Run a function in a forked process, which ends with 0, or with 1 and a traceback; returns its id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # only of forking beside threads
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 EACH_IN_A_FORK = """

@@ -11,7 +11,7 @@ from typing import Any
 
 from minato._core.segment import Segment
 from tests.core.ledger_tools import Desk, exactly
-from tests.stress.bare import fork
+from tests.subprocesses import fork
 
 TWIN = "ledger"
 PATIENCE_S = 60.0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import mmap
 import multiprocessing
 import os
 import re
-import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +18,8 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
-from tests.datasets import wait_until
-from tests.subprocesses import output, python
+from tests.subprocesses import output
 
-IMPORT = "from tests.stress.bare import core, fork\n"
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
@@ -36,11 +32,6 @@ def allocated_bytes(segment: Segment) -> int:
 def num_descriptors() -> int:
     gc.collect()
     return psutil.Process().num_fds()
-
-
-def run(script: str) -> list[str]:
-    """Run a program that imports the core alone; returns the words it prints."""
-    return output("-c", IMPORT + script).split()
 
 
 def double(segment: Segment, count: int) -> None:
@@ -132,9 +123,9 @@ def test_a_failed_attempt_leaves_no_descriptor() -> None:
 
 
 def test_it_takes_what_the_limit_on_address_space_leaves() -> None:
-    kept, failed = run("""
+    script = """
 import resource
-Segment = core("segment").Segment
+from minato._core.segment import Segment
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = used + (96 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -145,50 +136,10 @@ try:
     Segment(1 << 40, 1 << 30)
 except OSError as error:
     print(error.errno)
-""")
+"""
+    kept, failed = output("-c", script).split()
     assert int(kept) == 16 * MIB  # a quarter of the largest size that fits
     assert int(failed) == 12  # ENOMEM
-
-
-def test_it_outlives_a_killed_parent_and_then_is_gone(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, time
-segment = core("segment").Segment(64 << 20)
-segment.array[:] = 1
-parent = os.getpid()
-def child():
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    with open({str(tmp_path / "sum.new")!r}, "w") as file:
-        file.write(str(int(segment.array.sum())))
-    os.rename({str(tmp_path / "sum.new")!r}, {str(tmp_path / "sum")!r})
-pid = fork(child)
-print(os.fstat(segment.descriptor).st_ino, pid, flush=True)
-os.kill(parent, signal.SIGKILL)
-"""
-    done = python("-c", IMPORT + script)
-    assert done.returncode == -signal.SIGKILL
-    inode, pid = done.stdout.split()
-    wait_until(lambda: (tmp_path / "sum").exists() and not runs(int(pid)))
-    assert int((tmp_path / "sum").read_text()) == 64 * MIB
-    assert not any(mapped(inode))
-
-
-def runs(pid: int) -> bool:
-    """Whether a process has not ended; nobody may have asked for its status yet."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def mapped(inode: str) -> list[str]:
-    """Mappings of a nameless file in all processes."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
-            lines += path.read_text().splitlines()
-    return [line for line in lines if "/memfd:minato" in line and line.split()[4] == inode]
 
 
 def test_it_works_without_memfd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

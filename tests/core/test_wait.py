@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.stress.bare import fork
+from tests.subprocesses import fork
 
 TWIN = "wait"
 

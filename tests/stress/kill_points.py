@@ -47,8 +47,8 @@ from minato.workers.plan import ReaderPlan
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
 from minato.workers.worker_process import host_of, initialise
-from tests.stress.bare import fork
 from tests.stress.tracee import POSSIBLE, UNTRACEABLE, Tracee
+from tests.subprocesses import fork
 
 HANG_S = 120
 SIZE, BATCHES = 3, 5

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from tests.stress.bare import fork
+from tests.subprocesses import fork
 
 _TRACEME, _CONT, _SINGLESTEP = 0, 7, 9
 
