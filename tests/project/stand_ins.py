@@ -18,7 +18,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,15 +176,6 @@ def _take(loader: Any) -> None:
         dist.barrier()  # as a training step is: no rank ends while another has yet to begin
     if isinstance(loader, DataLoader):
         loader.close()
-
-
-@contextmanager
-def raises(kind: type[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except kind:
-        return
-    raise AssertionError(f"no {kind.__name__} was raised")
 
 
 # ---- what single pages name -----------------------------------------------------------------

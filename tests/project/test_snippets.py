@@ -116,7 +116,8 @@ def test_programs_were_found() -> None:
 def fragments(page: Path) -> str:
     """The fragments of a page as one program, each line of which has the number that it has on the page."""
     lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
-    lines[0] = "from tests.project.stand_ins import delivered, raises, stand_ins; "
+    lines[0] = "from pytest import raises; "
+    lines[0] += "from tests.project.stand_ins import delivered, stand_ins; "
     lines[0] += f"globals().update(stand_ins({name_of(page)!r}))"
     for block in blocks(page):
         source = block.source.splitlines()
