@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Iterable
 from types import ModuleType
@@ -20,25 +21,12 @@ SLOT = (4096, 4160, 1 << 20)
 LAYOUT = 4096
 
 
-RECORDS = {
-    "Claim": ("batch", "k", "count"),
-    "BatchRecord": (
-        *("generation", "first", "count", "bound", "epoch", "seed", "indices_offset"),
-        *("indices_nbytes", "epoch_slot", "flags", "layout", "result", "result_nbytes"),
-        "used_nbytes",
-    ),
-}
-
-
 def values(record: Any) -> Any:
-    """The fields of a record of the ledger, in order; anything else as it is."""
-    names = RECORDS.get(type(record).__name__)
-    return record if names is None else tuple(getattr(record, name) for name in names)
-
-
-def run_of(claim: Any) -> tuple[int, int, int] | None:
-    """``(batch, k, count)`` of a claim, if there is one."""
-    return None if claim is None else (claim.batch, claim.k, claim.count)
+    """The fields of a record of either ledger, in the order of the pure one's; anything else as it is."""
+    kind = getattr(spec, type(record).__name__, None)
+    if not dataclasses.is_dataclass(kind):
+        return record
+    return tuple(getattr(record, each.name) for each in dataclasses.fields(kind))
 
 
 class Desk:
@@ -88,7 +76,7 @@ class Desk:
     def claim(
         self, worker: int, max_run: int = 1, fresh: bool = False
     ) -> tuple[int, int, int] | None:
-        return run_of(self.workers[worker].claim(max_run, fresh))
+        return values(self.workers[worker].claim(max_run, fresh))
 
     def claim_position(self, worker: int) -> int:
         """Claim one sample and return its position."""
