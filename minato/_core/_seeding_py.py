@@ -14,7 +14,6 @@ __all__ = ["StateSnapshot", "StateWriter", "mix_seed", "sample_key", "spread_see
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
-_COUNTERS = np.arange(624, dtype=np.uint32)
 _SHIFT_16, _SHIFT_15 = np.uint32(16), np.uint32(15)
 _FACTOR_1, _FACTOR_2 = np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97)
 _COMPARED_BYTES = 64  # at each end of a span
@@ -71,8 +70,7 @@ def _grow(key: int, streams: list[int], words: int) -> np.ndarray:
         high = _avalanche(low + _GOLDEN)
         opened.append((low & 0xFFFFFFFF, (high & 0xFFFFFFFF) | 1, low >> 32, high >> 32))
     start, step, first, second = np.array(opened, dtype=np.uint32).T[:, :, np.newaxis]
-    counters = _COUNTERS if words == 624 else np.arange(words, dtype=np.uint32)
-    x: np.ndarray = counters * step
+    x: np.ndarray = np.arange(words, dtype=np.uint32) * step
     x += start
     x ^= x >> _SHIFT_16
     x *= _FACTOR_1
