@@ -35,6 +35,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minato._core.read_only import ReadOnlyMemory, shared_base, view_of
+from minato._core.segment import Segment
 from minato._support.hashes import key_hash
 from minato._support.objects import (
     Kind,
@@ -431,8 +432,8 @@ class _Copied:
 def _written(write: Callable[[_Writer], T]) -> tuple[ReadOnlyMemory, T]:
     """What a function writes, in memory of its own, and what it returns."""
     returned: list[T] = []
-    memory = ReadOnlyMemory.written_by(lambda file: returned.append(write(_Writer(file))))
-    return memory, returned[0]
+    segment = Segment.filled(lambda file: returned.append(write(_Writer(file))))
+    return ReadOnlyMemory(segment), returned[0]
 
 
 def _attached(kind: type[S], memory: ReadOnlyMemory, layout: object) -> S:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -29,15 +28,6 @@ class ReadOnlyMemory:
         # Not an array, in which NumPy would see the base of all views.
         self.buffer: Any = content.mapping if isinstance(content, Segment) else content
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self.buffer, np.uint8)
-
-    @classmethod
-    def written_by(cls, write: Callable[[BinaryIO], object]) -> ReadOnlyMemory:
-        """Memory with what a function writes to a file, at least one byte.
-
-        Raises:
-            OSError: There is no memory left, or no descriptor; says which limit was met.
-        """
-        return cls(Segment.filled(write))
 
     def words(self, dtype: Any, start: int, count: int) -> memoryview:
         """A view of ``count`` numbers of a dtype from byte ``start`` on."""

@@ -150,7 +150,7 @@ class Segment:
 
     @classmethod
     def filled(cls, write: Callable[[BinaryIO], object]) -> Segment:
-        """A segment with what a function writes to a file, which nobody can change afterwards.
+        """A segment with what a function writes to a file, at least one byte, which nobody can change afterwards.
 
         Raises:
             OSError: There is no memory left, or no descriptor; says which limit was met.
