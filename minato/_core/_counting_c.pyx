@@ -26,7 +26,6 @@ cdef extern from "histogram.h" nogil:
         uint64_t max
         uint64_t bucket[1]
     uint64_t mn_histogram_middle(uint32_t bucket)
-    void mn_histogram_set(uint64_t *word, uint64_t value)
     uint64_t mn_histogram_get(const uint64_t *word)
     void mn_histogram_record(mn_histogram *h, uint64_t value)
     void mn_histogram_add(mn_histogram *to, const mn_histogram *source)
@@ -128,15 +127,6 @@ cdef class Histogram:
                 break
         return min(mn_histogram_middle(i), mn_histogram_get(&self.h.max))
 
-    def clear(self) -> None:
-        """Forget everything recorded."""
-        cdef uint32_t i
-        mn_histogram_set(&self.h.count, 0)
-        for i in range(MN_HISTOGRAM_BUCKETS):
-            mn_histogram_set(&self.h.bucket[i], 0)
-        mn_histogram_set(&self.h.total, 0)
-        mn_histogram_set(&self.h.max, 0)
-
     def snapshot(self) -> Histogram:
         """Return a copy in memory of its own."""
         cdef Histogram copy = Histogram()
@@ -146,8 +136,8 @@ cdef class Histogram:
     def subtract(self, Histogram older not None) -> Histogram:
         """Return what was recorded since ``older``, an earlier snapshot of this histogram.
 
-        The largest value of the window is known to its bucket only (1/32). When the histogram was
-        cleared after the snapshot, the window is all it holds now.
+        The largest value of the window is known to its bucket only (1/32). Where ``older`` holds what
+        this one does not, the window is all that this one holds.
         """
         cdef Histogram window = self.snapshot()
         cdef uint32_t i, last = 0

@@ -52,7 +52,7 @@ class Histogram:
             histogram adopts as it is (zeros are an empty one) and keeps alive. ``None`` gives it
             memory of its own.
 
-    Only one thread of one process may record, merge into or clear a histogram. Others may read the
+    Only one thread of one process may record to a histogram or merge into it. Others may read the
     same memory through a ``Histogram`` of their own; what they see may lack the latest values.
 
     Raises:
@@ -165,13 +165,6 @@ class Histogram:
             return self.max
         return min(_middle(int(np.searchsorted(reached, rank))), self.max)
 
-    def clear(self) -> None:
-        """Forget everything recorded."""
-        self._words[_COUNT] = 0
-        self._buckets[:] = 0
-        self._words[_TOTAL] = 0
-        self._words[_MAX] = 0
-
     def snapshot(self) -> Histogram:
         """Return a copy in memory of its own."""
         copy = Histogram()
@@ -181,8 +174,8 @@ class Histogram:
     def subtract(self, older: Histogram) -> Histogram:
         """Return what was recorded since ``older``, an earlier snapshot of this histogram.
 
-        The largest value of the window is known to its bucket only (1/32). When the histogram was
-        cleared after the snapshot, the window is all it holds now.
+        The largest value of the window is known to its bucket only (1/32). Where ``older`` holds what
+        this one does not, the window is all that this one holds.
         """
         if not isinstance(older, Histogram):
             raise TypeError(f"a Histogram is required, not {type(older).__name__}")
