@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -489,8 +490,8 @@ class _Environment:
         return b"", 0
 
     def _write_stamp(self, last: int) -> None:
-        with _file(self._path / "synced", os.O_WRONLY | os.O_CREAT) as file:
-            os.pwrite(file, _STAMP.pack(_boot(), last), 0)
+        with _file(self._path / "synced") as file:
+            file.write(_STAMP.pack(_boot(), last))
 
 
 # ---- the environments of this process -------------------------------------------------------
@@ -566,26 +567,21 @@ def _make_lock_file(file: Path) -> None:
     size = file.stat().st_size if file.exists() else 0
     # No process has it open before it is whole. Closing it would release this process's locks.
     if size < _LOCK_FILE_BYTES:
-        with _file(file, os.O_WRONLY | os.O_CREAT) as descriptor:
-            os.lseek(descriptor, size, os.SEEK_SET)
-            write_all(descriptor, bytes(_LOCK_FILE_BYTES - size), file)
+        with _file(file) as content:
+            content.seek(size)
+            write_all(content.fileno(), bytes(_LOCK_FILE_BYTES - size), file)
 
 
-@contextmanager
-def _file(path: Path, flags: int) -> Iterator[int]:
-    """The descriptor of a regular file, for the block."""
-    descriptor = open_regular(path, flags)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _file(path: Path) -> FileIO:
+    """A regular file, made if it is missing, to read and write."""
+    return open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b", 0)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock between processes for the block; OSError: another one holds it for too long, or there is no file."""
-    with _file(path, os.O_RDWR | os.O_CREAT) as file:
-        if not gets_lock(file, _PATIENCE_S):
+    with _file(path) as file:
+        if not gets_lock(file.fileno(), _PATIENCE_S):
             reason = f"Is held by another process for {_PATIENCE_S:.0f} s"
             raise OSError(errno.EBUSY, reason, str(path))
         try:
