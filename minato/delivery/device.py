@@ -9,7 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -442,13 +442,6 @@ def move_leaves(data: object, move: Callable[[Any], object]) -> Any:
 # ---- to pinned memory ----
 
 
-class Pinned(Protocol):
-    """A batch that is or will be pinned."""
-
-    def result(self) -> Any:
-        """Return the pinned batch; raises the exception of its pinning."""
-
-
 class Unpinned(NamedTuple):
     """A batch that ``result`` pins."""
 
@@ -457,6 +450,10 @@ class Unpinned(NamedTuple):
 
     def result(self) -> Any:
         return self.pin(self.batch)
+
+
+Pinned = Future[Any] | Unpinned
+"""A batch that is or will be pinned: ``result`` returns it, or raises the exception of its pinning."""
 
 
 class PinCopier(Copier):
