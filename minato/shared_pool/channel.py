@@ -303,7 +303,6 @@ class Channel:
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # it has ended already, or is in another namespace
                 self._process = os.pidfd_open(self.pid)
-        self._news = self._watched()
         self._sending = threading.Lock()
         self._room = poll()
         self._room.register(connection, POLLOUT)
@@ -358,6 +357,7 @@ class Channel:
                 socket.send_fds(self._socket, [b"\1"], [descriptor])
 
     def _watched(self) -> select.poll:
+        # Each time another one: the handler of a signal, which comes within a wait, may wait, too.
         news = poll()
         news.register(self._connection.fileno(), POLLIN)
         if self._process is not None:
@@ -366,12 +366,11 @@ class Channel:
 
     def sleep(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for news, of which it takes none; return whether there is any."""
-        # Of its own: the handler of a signal, which comes within it, may wait, too.
         return bool(self._watched().poll(timeout_s * 1000))
 
     def wait(self, timeout_s: float) -> bool:
         """Receive one message, for which it waits up to ``timeout_s`` seconds; return whether there was news."""
-        ready = {descriptor for descriptor, _ in self._news.poll(timeout_s * 1000)}
+        ready = {descriptor for descriptor, _ in self._watched().poll(timeout_s * 1000)}
         if self._connection.fileno() in ready:
             self._receive()
         elif ready:  # the process has ended, and all its messages have been received
