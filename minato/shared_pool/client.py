@@ -78,7 +78,6 @@ class PoolClient:
         except ConnectionError:
             raise RuntimeError(f"local rank 0, {_ENDED}, or refuses this process") from None
         _CONNECTED.add(self)
-        self._fails = False
         self._stay_no_longer = at_end(self._close_at_end)
         self._send("hello", 0, me)
         try:
@@ -166,21 +165,20 @@ class PoolClient:
                 self._epoch, self._end, self._entered, self._holder = -1, None, None, None
                 self._arrived.clear()
 
-    def close(self) -> None:
+    def close(self, fails: bool = False) -> None:
         """Deregister; the connection ends when no batch views the server's memory any more."""
         if os.getpid() != self._owner or self._closed:
             return
         self._stay_no_longer()
         self._leave()
         # If an exception ends the process, the other ranks must notice.
-        if not (self._fails or exit_code()):
+        if not (fails or exit_code()):
             self._send("bye", 0)
         self._closed = True
         self._close_if_unused()
 
     def _close_at_end(self) -> None:
-        self._fails = ends_by_exception()
-        self.close()
+        self.close(ends_by_exception())
 
     def _close_if_unused(self) -> None:
         if self._closed and not any(remote.num_leased for remote in self._remote_arenas.values()):
@@ -272,14 +270,14 @@ class PoolClient:
                     for arena, slot in places:
                         if self._holds(arena, slot):
                             self._given_back.add((arena, slot))
-                case BatchMessage(_, number, arena, batch, portion) if self._holds(arena, batch):
-                    if number == self._epoch:
+                case BatchMessage(_, number, arena, batch, portion):
+                    if not self._holds(arena, batch):
+                        pass
+                    elif number == self._epoch:
                         remote = self._remote_arenas[arena]
                         self._arrived.append(remote.received(batch, portion))
                     else:
                         self._dropped.append((arena, batch.slot.start))
-                case BatchMessage():
-                    pass
                 case ("failed", number, why) if number == self._next_epoch:
                     self._next_epoch = number + 1
                     return "refused", f"local rank 0, {_LOADS}: {why}"
