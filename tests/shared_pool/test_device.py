@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
-import threading
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +22,7 @@ from minato.shared_pool import source
 from minato.shared_pool.channel import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
 from tests.datasets import ORDERS, Failing, Filled, Pair, flat, wait_until
-from tests.delivery.recorder import DeviceEvent, Recorder, indices_of
+from tests.delivery.recorder import Recorder, indices_of
 from tests.shared_pool.jobs import pooled, run
 
 
@@ -75,28 +73,6 @@ def test_a_slot_that_a_device_has_not_read_is_used_by_no_process() -> None:
 
     first, second = run(program)
     assert sorted(flat([*first, *second])) == list(range(90))
-
-
-def test_events_that_tell_lies_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceEvent, "query", lambda mark: True)
-
-    def program(rank: int, together: Any) -> Any:
-        recorder = Recorder()
-        batches = []
-        try:  # many batches: the slots of a few may be given back too late to be used again
-            for batch in loader_of(recorder, Filled(600, 20, 30)):
-                batches.append(batch)
-                # Of a rank that is far behind, no slot is used again.
-                with suppress(threading.BrokenBarrierError):
-                    together.wait()
-        except AssertionError as error:  # of the recorder, unless it is the content that is wrong
-            together.abort()
-            return "unlocked while it is read" in str(error)
-        recorder.run()
-        indices = torch.arange(rank, 600, 2)[:, None, None]
-        return bool((torch.cat(batches) != indices).any())
-
-    assert run(program) == [True, True]
 
 
 def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:

@@ -32,7 +32,6 @@ from minato.shared_pool.channel import (
     RankListener,
     WrongKeyError,
     connected,
-    from_host,
     peer_of,
 )
 from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous
@@ -238,14 +237,6 @@ def test_whoever_does_not_know_the_key_is_not_heard(
     assert host.heard == []
     check_served(host, rendezvous)
     assert not (tmp_path / "executed").exists()
-
-
-def test_a_wrong_key_is_refused(host: Host, rendezvous: Rendezvous) -> None:
-    connection, key = called(rendezvous)
-    caller = Channel(connection, from_host)
-    with pytest.raises(WrongKeyError):
-        caller.authenticate(bytes([key[0] ^ 1]) + key[1:], 20, is_server=False)
-    caller.close()
 
 
 def test_an_answer_of_the_host_is_none_of_a_rank(host: Host, rendezvous: Rendezvous) -> None:
