@@ -378,15 +378,6 @@ def test_without_batches_and_with_samples_that_differ(workers: Any, recorder: Re
     assert all(torch.equal(*pair) for pair in zip(got, samples, strict=True))
 
 
-@each_method
-@each_order
-def test_on_a_real_device(workers: Any, order: str) -> None:
-    """Without the recorder: torch's "meta" needs no hardware, and keeps no content."""
-    for batch in make(Nested(7), order=order, **workers):
-        assert batch["pair"].image.is_meta
-        assert batch["pair"].image.shape[1:] == (4, 5)
-
-
 class Counting(Parts):
     """Each worker gives every n-th number, and knows where it stands."""
 

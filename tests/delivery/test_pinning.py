@@ -73,9 +73,7 @@ def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch)
     assert len(recorder.pageable) == 2
 
 
-def test_what_torch_would_take_for_true_is_refused() -> None:
-    with pytest.raises(ValueError, match="pin_memory='inplace' is not possible: choose one of"):
-        DataLoader(Filled(4, 3), pin_memory="inplace")  # type: ignore[arg-type]
+def test_with_a_shared_pool_it_is_refused() -> None:
     contradiction = r"workers=SharedPool\(\.\.\.\) does not go with pin_memory='in_place'"
     with pytest.raises(ValueError, match=contradiction):
         DataLoader(Filled(4, 3), num_workers=1, workers=SharedPool(), pin_memory="in_place")
