@@ -471,12 +471,6 @@ def test_what_the_loader_decides_of_an_actor_is_refused() -> None:
         RayWorkers(3)  # type: ignore[arg-type]
 
 
-def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'minatoloader\[ray\]'"):
-        DataLoader(Numbers(8), num_workers=1, workers=RayWorkers())
-
-
 @needs_ray
 def test_what_is_packed_is_unpacked_as_it_was() -> None:
     class Local(NamedTuple):
