@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 
 import minato
 from minato import CostBatches, CostBatchSampler, DataLoader, PadCollate, Record
 from minato._support.counters import shared_integers
 from minato.loader import torch_arguments
-from tests.datasets import Numbers, Parts, wait_until
+from tests.datasets import Keeping, Numbers, Parts, wait_until
 from tests.selection import mostly_slow
 
 SIZE = 300
@@ -245,14 +244,6 @@ def test_loaders_that_are_made_of_it_have_it() -> None:
     assert loader.batch_size is None
 
 
-class Kept(Numbers):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -281,6 +272,5 @@ def test_what_it_does_not_go_with(options: dict[str, Any], match: str) -> None:
 
 
 def test_a_dataset_with_a_state_is_refused() -> None:
-    dataset: Dataset[Any] = Kept(4)
     with pytest.raises(ValueError, match=r"the dataset has a state_dict\(\)"):
-        iter(minato.DataLoader(dataset, CostBatches(9, abs)))
+        iter(minato.DataLoader(Keeping(4), CostBatches(9, abs)))

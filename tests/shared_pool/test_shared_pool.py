@@ -30,6 +30,7 @@ from tests.datasets import (
     Draws,
     Failing,
     Filled,
+    Keeping,
     Numbers,
     Sleepy,
     double,
@@ -42,14 +43,20 @@ from tests.shared_pool.jobs import TIMEOUT_S, Failure, Job, dealt, in_turn, pool
 from tests.subprocesses import children
 
 
-@pytest.mark.parametrize(("ranks", "persistent"), [(2, True), (4, False)])
-def test_in_strict_order_each_rank_gets_what_torch_gives_it(ranks: int, persistent: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "local", "persistent"), [(2, 2, True), (4, 4, False), (4, 2, False)]
+)
+def test_in_strict_order_each_rank_gets_what_torch_gives_it(
+    ranks: int, local: int, persistent: bool
+) -> None:
+    """Ranks of other nodes have their own part."""
+
     def program(rank: int, together: Any) -> Any:
         loader = pooled(Numbers(37), shuffle=True, seed=3, persistent_workers=persistent)
         assert len(loader) == math.ceil(math.ceil(37 / ranks) / 4)
         return [indices(loader) for _ in range(3)]
 
-    assert run(program, ranks) == dealt(37, 4, ranks, 3, seed=3)
+    assert run(program, ranks, local) == dealt(37, 4, ranks, 3, seed=3)[:local]
 
 
 def test_a_sampler_for_ranks_is_asked_for_all_of_them() -> None:
@@ -62,11 +69,6 @@ def test_a_sampler_for_ranks_is_asked_for_all_of_them() -> None:
         return found
 
     assert run(program) == [[zero, one, one] for zero, one in dealt(22, 4, 2, 2)]
-
-
-def test_ranks_of_other_nodes_have_their_own_part() -> None:
-    found = run(lambda rank, _: [indices(pooled(Numbers(24), 3, shuffle=True))], 4, local=2)
-    assert found == dealt(24, 3, 4, 1)[:2]
 
 
 @pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
@@ -423,22 +425,6 @@ def test_one_rank_far_ahead_of_the_other() -> None:
     assert run(program) == in_turn(200, 2)
 
 
-def test_a_host_that_ends_waits_for_the_others() -> None:
-    def program(rank: int, together: Any) -> Any:
-        loader = pooled(Numbers(120), 2)
-        first = indices(loader)
-        if rank == 1:
-            together.wait()
-        second = indices(loader)
-        if rank == 0:
-            together.wait()
-            loader._minato_session._server._wait_at_exit()
-            assert not loader._minato_session._server._thread.is_alive()
-        return [first, second]
-
-    assert run(program) == [[part, part] for part in in_turn(120, 2)]
-
-
 def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -676,16 +662,6 @@ def test_workers_and_limits_are_those_of_all_ranks() -> None:
         return None
 
     assert run(program)[0] == (8, 4, 2)
-
-
-class Keeping(Numbers):
-    """Has a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
