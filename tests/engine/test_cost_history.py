@@ -97,18 +97,3 @@ def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
             run_whole(loader(history=folder))
         assert file.read_bytes() == before
         assert list(folder.iterdir()) == [file]
-
-
-def test_a_profile_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """Another user of the folder puts links where the file, or its unfinished one, will be."""
-    folder, victim = tmp_path / "costs", tmp_path / "victim"
-    victim.write_text("important")
-    run_whole(loader(history=folder))
-    (file,) = folder.iterdir()
-    file.unlink()
-    file.symlink_to(victim)
-    for number in (os.getpid(), os.getpid() + 1):
-        (folder / f".{file.name}.{number}").symlink_to(victim)
-    run_whole(loader(history=folder))
-    assert victim.read_text() == "important"
-    assert not file.is_symlink()

@@ -24,7 +24,6 @@ from minato._core.segment import Segment
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.shared_pool import channel, server
-from minato.shared_pool.client import PoolClient
 from tests.datasets import (
     ORDERS,
     Draws,
@@ -39,7 +38,7 @@ from tests.datasets import (
     wait_until,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import TIMEOUT_S, Failure, Job, dealt, in_turn, pooled, refused, run
+from tests.shared_pool.jobs import TIMEOUT_S, Job, dealt, in_turn, pooled, refused, run
 from tests.subprocesses import children
 
 
@@ -580,13 +579,6 @@ def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
         theirs = dealt(40, 2, 2, 3)
         assert job.result(0) == theirs[0]
         assert job.result(1) == theirs[1][1:]
-
-
-def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PoolClient.__init__, "__defaults__", (0.2,))
-    job = Job(lambda rank, _: rank == 1 and iter(pooled(Numbers(8))))
-    with job, pytest.raises(Failure, match="local rank 0 has not begun to iterate"):
-        job.result(1)
 
 
 @pytest.mark.parametrize(
