@@ -17,6 +17,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from minato import DataLoader, SharedPool
+from minato.delivery.device import Accelerator
+from minato.shared_pool import source
 from tests.datasets import Numbers
 
 _FORK = multiprocessing.get_context("fork")
@@ -117,6 +119,12 @@ def pooled(dataset: Any, batch_size: int | None = 4, **arguments: Any) -> DataLo
     """A loader of a rank, whose worker all share."""
     given = {"num_workers": 1, "workers": SharedPool(), **arguments}
     return DataLoader(dataset, batch_size, **given)
+
+
+def pretended_device() -> str:
+    """A device on which batches are what they are here; to be called in the process of a rank."""
+    source.accelerator_of = lambda device: Accelerator(torch.device("cpu"))
+    return "meta"
 
 
 def dealt(size: int, batch_size: int, ranks: int, epochs: int, seed: int = 0) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from minato.observe.figures import legend
 from minato.shared_pool import source
 from minato.shared_pool.channel import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
-from tests.datasets import ORDERS, Failing, Filled, Pair, flat, wait_until
+from tests.datasets import ORDERS, Filled, flat, wait_until
 from tests.delivery.recorder import Recorder, indices_of
 from tests.shared_pool.jobs import pooled, run
 
@@ -124,22 +123,6 @@ def test_pages_that_the_host_gives_back_are_unlocked_by_all() -> None:
         assert flat(found) == list(range(rank, 480, 2))
 
 
-def test_memory_that_cannot_be_locked_is_copied_as_torch_does() -> None:
-    def program(rank: int, together: Any) -> Any:
-        recorder = Recorder(fails=True)
-        loader = loader_of(recorder, Filled(30, 20, 30), persistent_workers=True)
-        with pytest.warns(RuntimeWarning, match="operation not permitted.*as with torch") as warned:
-            found = [indices_of(list(loader)) for _ in range(2)]
-        # Python 3.12 and later warn of forks beside threads.
-        assert sum(issubclass(each.category, RuntimeWarning) for each in warned) == 1
-        assert recorder.copies == []
-        assert len(recorder.pageable) == 10
-        return found
-
-    for rank, epochs in enumerate(run(program)):
-        assert [flat(found) for found in epochs] == [list(range(rank, 30, 2))] * 2
-
-
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
     def program(rank: int, together: Any) -> Any:
@@ -165,43 +148,6 @@ def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
 
     for most in run(program):
         assert most in ((0,) if ahead == 0 else (1, 2))
-
-
-def test_an_error_is_raised_when_its_turn_has_come() -> None:
-    raises = {i: partial(LookupError, f"sample {i} is not there") for i in (8, 9)}
-
-    def program(rank: int, together: Any) -> Any:
-        recorder = Recorder()
-        iterator = iter(loader_of(recorder, Failing(24, raises), 2))
-        batches = [next(iterator), next(iterator)]
-        with pytest.raises(LookupError, match=f"sample {8 + rank}"):
-            next(iterator)
-        batches += iterator
-        recorder.run()
-        return flat(batch.tolist() for batch in batches)
-
-    for rank, found in enumerate(run(program)):
-        assert found == [number for number in range(rank, 24, 2) if not 8 <= number < 12]
-
-
-class Nested(Filled):
-    def __getitem__(self, index: int) -> Any:
-        return {"pair": Pair(super().__getitem__(index), index), "texts": [f"{index}"]}
-
-
-@pytest.mark.parametrize("collate_fn", [None, list])
-def test_nested_batches_and_those_without_a_layout(collate_fn: Any) -> None:
-    def program(rank: int, together: Any) -> Any:
-        recorder = Recorder()
-        batches = list(loader_of(recorder, Nested(8, 3), 2, collate_fn=collate_fn))
-        recorder.run()
-        if collate_fn is None:
-            assert type(batches[0]["pair"]) is Pair
-            return [int(label) for batch in batches for label in batch["pair"].label]
-        assert all(type(sample["pair"].image).__name__ == "ndarray" for sample in batches[0])
-        return [sample["pair"].label for sample in flat(batches)]
-
-    assert run(program) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_one_rank_may_stay_in_main_memory() -> None:

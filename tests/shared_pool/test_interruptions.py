@@ -15,7 +15,7 @@ import pytest
 from minato import _fork_safety, shared_pool
 from tests.datasets import Numbers, indices
 from tests.edges.test_interruptions import Interrupter
-from tests.shared_pool.jobs import in_turn, pooled, run
+from tests.shared_pool.jobs import in_turn, pooled, pretended_device, run
 
 POOL = os.path.dirname(shared_pool.__file__)
 WHOLE = in_turn(240, 2)
@@ -36,9 +36,10 @@ class AtLines(Interrupter):
         return super()._line(frame, event, argument)
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_any_line(device: str | None) -> None:
+@pytest.mark.parametrize("has_device", [False, True])
+def test_any_line(has_device: bool) -> None:
     def program(rank: int, together: Any) -> Any:
+        device = pretended_device() if has_device else None
         interrupter, epochs = AtLines(0.3, seed=rank), []
         for _ in range(3):
             batches: Any = iter(pooled(Numbers(240), 2, device=device))

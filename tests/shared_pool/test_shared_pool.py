@@ -38,7 +38,16 @@ from tests.datasets import (
     wait_until,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import TIMEOUT_S, Job, dealt, in_turn, pooled, refused, run
+from tests.shared_pool.jobs import (
+    TIMEOUT_S,
+    Job,
+    dealt,
+    in_turn,
+    pooled,
+    pretended_device,
+    refused,
+    run,
+)
 from tests.subprocesses import children
 
 
@@ -254,11 +263,12 @@ def as_a_batch(samples: list[int]) -> Any:
     return Ending() if 8 in samples else torch.tensor(samples)
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_an_error_is_raised_where_its_batch_goes(device: str | None) -> None:
+@pytest.mark.parametrize("has_device", [False, True])
+def test_an_error_is_raised_where_its_batch_goes(has_device: bool) -> None:
     raises = {5: lambda: KeyError("no such thing"), 6: lambda: StopIteration("nor such")}
 
     def program(rank: int, together: Any) -> Any:
+        device = pretended_device() if has_device else None
         loader = pooled(Failing(16, raises), 2, collate_fn=as_a_batch, device=device)
         batches, found = iter(loader), list[Any]()
         for _ in range(4):
