@@ -473,16 +473,6 @@ def test_a_view_costs_what_it_shows(cache: Any) -> None:
     assert cache.report().hits == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
-def test_tensors_that_pickle_cannot_load_are_kept(dtype: torch.dtype, cache: Any) -> None:
-    samples = torch.arange(6).float().to(dtype).view(3, 2)
-    loader: Any = minato.DataLoader(samples, batch_size=None, cache=cache)
-    for sample, expected in zip([*loader, *loader], [*samples, *samples], strict=True):
-        assert sample.dtype == dtype
-        assert sample.tolist() == expected.tolist()
-    assert (cache.report().hits, cache.report().damaged) == (3, 0)
-
-
 @pytest.mark.parametrize("action", ["error", "always"])
 def test_a_sample_that_cannot_be_kept_is_delivered(cache: Any, action: Any) -> None:
     """Functions cannot be pickled, which a loader without workers need not do."""

@@ -25,7 +25,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
-from minato.ray import _pack, _pack_error, unpack
+from minato.ray import _pack, unpack
 from minato.workers.shared_state import CurrentSample
 from minato.workers.supervision import RestartPolicy, WorkerLoss
 from tests.datasets import Numbers, add_draws, three_draws, wait_until
@@ -491,16 +491,6 @@ def test_what_is_packed_is_unpacked_as_it_was() -> None:
         assert found.flags.writeable == given.flags.writeable
     sample.array[0, 0] = 7  # Ray's own memory is read-only
     assert sample.array.tolist() == [[7, 1, 2], [3, 4, 5]]
-
-
-@needs_ray
-def test_an_exception_keeps_its_traceback_on_the_way() -> None:
-    try:
-        _fails()
-    except OSError as error:
-        arrived = unpack(*_pack_error(error))
-    assert type(arrived) is OSError
-    assert "in _fails" in str(arrived.__cause__)
 
 
 LOST = WorkerLoss("is lost (its node has died)", infrastructure_fault=True, unable=False)
