@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: small file systems in memory, which root may mount."""
+"""Disks that are full or read-only: small file systems in memory, which root may mount. And other limits of files."""
 
 from __future__ import annotations
 
@@ -60,3 +60,16 @@ def file_size_limit(limit_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def without_descriptors() -> Iterator[None]:
+    """This process can open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -545,19 +545,16 @@ def test_a_source_is_the_same_in_each_epoch_until_its_keys_change(tmp_path: Path
         ({"cache": 5}, TypeError, "cache=5 is a int"),
         ({"cache": MemoryCache(1), "num_workers": 1}, ValueError, "belongs to one process"),
         ({"cache": MemoryCache(1, after=1)}, ValueError, "after=1 of the cache is more than the 0"),
+        # Samples that do not follow from an index.
+        ({"dataset": Keeping(3)}, ValueError, r"state_dict\(\) depend on its state: leave it out"),
+        ({"dataset": Stream(0)}, ValueError, "an iterable dataset .*: leave it out"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     arguments: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        minato.DataLoader(Numbers(3), **arguments)
-
-
-@pytest.mark.parametrize("dataset", [Keeping(3), Stream(0)])
-def test_samples_that_do_not_follow_from_an_index_are_refused(dataset: Any) -> None:
-    with pytest.raises(ValueError, match="leave it out"):
-        minato.DataLoader(dataset, cache=MemoryCache(1))
+        minato.DataLoader(**{"dataset": Numbers(3), "cache": MemoryCache(1), **arguments})
 
 
 def test_limits_are_checked() -> None:

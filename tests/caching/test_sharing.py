@@ -255,13 +255,6 @@ def test_after_a_restart_of_the_machine_only_what_was_written_out_counts(
     cache.close()
 
 
-def test_a_program_that_ends_has_its_writes_on_the_disk(disk: Any) -> None:
-    cache = disk(version="1")
-    assert exit_code(use, cache, 0) == 0
-    files = cache._environment()
-    assert files._stamp()[1] == files._last() > 0
-
-
 def test_an_opening_that_another_process_holds_up_is_given_up(
     disk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

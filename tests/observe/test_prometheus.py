@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import re
-import resource
 import signal
 import socket
 import struct
@@ -26,6 +25,7 @@ import minato
 from minato.observe import metrics
 from minato.observe.metrics import CATALOG
 from tests.datasets import Numbers, double, wait_until
+from tests.disks import without_descriptors
 from tests.subprocesses import free_port
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -391,18 +391,12 @@ def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPat
     loader = used()
     client = socket.socket()
     client.settimeout(20)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
+    with without_descriptors():
         client.connect(address_of(loader.metrics_url))
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         wait_until(lambda: len(attempts) > 3)
         pauses_s = [after - before for before, after in itertools.pairwise(attempts)]
         assert min(pauses_s) >= metrics._PAUSE_S - 0.001
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert client.recv(100).startswith(b"HTTP/1.0 200 OK\r\n")
     client.close()
     loader.close()

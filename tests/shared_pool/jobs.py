@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import resource
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -158,16 +157,3 @@ def refused(
         return None
     finally:
         together.wait()
-
-
-@contextmanager
-def without_descriptors() -> Iterator[None]:
-    """This process can open no more files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -16,7 +16,7 @@ from minato.shared_pool.channel import Hello, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import Filled, Numbers, indices, wait_until
-from tests.shared_pool.jobs import TIMEOUT_S, Job, in_turn, pooled, run
+from tests.shared_pool.jobs import TIMEOUT_S, Job, dealt, in_turn, pooled, run
 
 
 def test_batches_are_held_while_arenas_take_turns() -> None:
@@ -46,19 +46,19 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
     assert run(program) == in_turn(16, 2)
 
 
-def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path) -> None:
+def test_another_process_may_take_the_place_of_a_rank(tmp_path: Path) -> None:
+    """It is told of no memory that it has not."""
     place = Slot(4096, 8192)
 
     def program(rank: int, together: Any) -> Any:
-        loader = pooled(Numbers(40), 2, workers=SharedPool("wait"))
+        loader = pooled(Numbers(40), 2, workers=SharedPool("wait"), shuffle=True)
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
-            found = indices(loader)
-            return len(found), place in [
-                slot for _, slot in loader._minato_session._client.given_back()
-            ]
+            epochs = [indices(loader) for _ in range(2)]
+            told = [slot for _, slot in loader._minato_session._client.given_back()]
+            return epochs, place in told
         batches = iter(loader)
-        next(batches)
+        first = [next(batches)]
         together.wait()
         if rank == 1:
             (tmp_path / "ended").touch()
@@ -66,17 +66,17 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
         server = loader._minato_session._server
         wait_until(lambda: server._ranks.slots[1].gone is not None)
         server._ranks.arenas[0].given_back.append(place)
-        for _ in range(5):  # so many that one is fetched now
-            next(batches)
+        first += [next(batches) for _ in range(5)]  # so many that one is fetched now
         assert (server._ranks.arenas[0].segment, place) in server.given_back()
-        found = indices(loader)
+        epochs = [indices(first), *(indices(loader) for _ in range(2))]
         assert batches is not None  # it has the first arena
-        return len(found), len(server._ranks.arenas)
+        return epochs, len(server._ranks.arenas)
 
     with Job(program) as job:
         job.processes[1].join(TIMEOUT_S)
         job.start(1)
-        assert job.results() == [(10, 2), (10, False)]
+        (first, *others), theirs = dealt(40, 2, 2, 3)
+        assert job.results() == [([first[:6], *others], 2), (theirs[1:], False)]
 
 
 def test_a_host_that_lives_and_does_not_iterate() -> None:

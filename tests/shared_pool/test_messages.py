@@ -39,7 +39,8 @@ from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import LeasedBatch
 from tests.datasets import wait_until
-from tests.shared_pool.jobs import PATIENCE_S, without_descriptors
+from tests.disks import without_descriptors
+from tests.shared_pool.jobs import PATIENCE_S
 
 NBYTES = 1 << 16
 

@@ -49,31 +49,27 @@ def test_each_gets_as_many_in_the_end(states: tuple[str, str]) -> None:
     assert [slot.dealt for slot in rank_slots] == [3, 3]
 
 
+ENDED = "local rank 1 (process 7) has ended"
+
+
 @pytest.mark.parametrize(
-    ("who", "words"),
+    ("who", "gone", "waits", "words"),
     [
-        (Hello(1, 5, {"batch_size": "8"}), None),
-        (Hello(1, 5, {"batch_size": "9"}), "here it has batch_size=9, and there batch_size=8"),
-        (Hello(1, 4, {"batch_size": "8"}), "start the ranks of a node by torchrun"),
-        (Hello(2, 6, {"batch_size": "8"}), "start the ranks of a node by torchrun"),
-        (Hello(0, 4, {"batch_size": "8"}), "taken"),
+        (Hello(1, 5, {"batch_size": "8"}), None, False, None),
+        (Hello(1, 5, {"batch_size": "9"}), None, False, "has batch_size=9, and there batch_size=8"),
+        (Hello(1, 4, {"batch_size": "8"}), None, False, "start the ranks of a node by torchrun"),
+        (Hello(2, 6, {"batch_size": "8"}), None, False, "start the ranks of a node by torchrun"),
+        (Hello(0, 4, {"batch_size": "8"}), None, False, "taken"),
+        (Hello(1, 5, {"batch_size": "8"}), ENDED, True, None),
+        (Hello(1, 5, {"batch_size": "8"}), ENDED, False, f"{ENDED}, and the other ranks continue"),
     ],
 )
-def test_who_gets_a_seat(who: Hello, words: str | None) -> None:
+def test_who_gets_a_seat(who: Hello, gone: str | None, waits: bool, words: str | None) -> None:
     rank_slots, _ = seats_of("out", "out")
-    why = rejection_reason(rank_slots, Hello(0, 4, {"batch_size": "8"}), who, waits=False)
+    rank_slots[1].gone = gone
+    why = rejection_reason(rank_slots, Hello(0, 4, {"batch_size": "8"}), who, waits)
     assert (why is None) == (words is None)
     assert words is None or words in str(why)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_whose_process_has_ended_may_come_again(waits: bool) -> None:
-    rank_slots, _ = seats_of("out", "out")
-    rank_slots[1].gone = "local rank 1 (process 7) has ended"
-    facts = {"batch_size": "8"}
-    why = rejection_reason(rank_slots, Hello(0, 4, facts), Hello(1, 5, facts), waits)
-    assert (why is None) == waits
-    assert waits or "process 7) has ended, and the other ranks continue without it" in str(why)
 
 
 def test_the_memory_of_a_rank_goes_with_its_process() -> None:

@@ -36,7 +36,8 @@ from minato.shared_pool.channel import (
 )
 from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous
 from tests.datasets import wait_until
-from tests.shared_pool.jobs import PATIENCE_S, without_descriptors
+from tests.disks import without_descriptors
+from tests.shared_pool.jobs import PATIENCE_S
 
 NEXT = ("next", 0, (), None)
 

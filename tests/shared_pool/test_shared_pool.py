@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from minato._core.segment import Segment
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.shared_pool import channel, server
+from minato.shared_pool.server import PoolServer
 from tests.datasets import (
     ORDERS,
     Draws,
@@ -39,7 +40,6 @@ from tests.datasets import (
 )
 from tests.selection import mostly_slow
 from tests.shared_pool.jobs import (
-    TIMEOUT_S,
     Job,
     dealt,
     in_turn,
@@ -434,6 +434,19 @@ def test_one_rank_far_ahead_of_the_other() -> None:
     assert run(program) == in_turn(200, 2)
 
 
+def before_it_waits(host: PoolServer, act: Callable[[], object]) -> None:
+    """Have a host that ends call a function as soon as it knows for how long it waits."""
+    exit_wait_s, acts = host._exit_wait_s, [act]
+
+    def acting() -> float:
+        found = exit_wait_s()
+        while acts:
+            acts.pop()()
+        return found
+
+    host._exit_wait_s = acting  # type: ignore[method-assign]
+
+
 def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -448,16 +461,7 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
         if rank == 0:
             loader.close()
             host = loader._minato_session._server
-            wait_s = [host._exit_wait_s]
-
-            def exit_wait_s() -> Any:
-                found = wait_s[0]()
-                if len(wait_s) == 1:  # it waits from now on, and the other rank may come
-                    wait_s.append(None)
-                    together.wait()
-                return found
-
-            host._exit_wait_s = exit_wait_s
+            before_it_waits(host, together.wait)
             host._wait_at_exit()
             assert not host._thread.is_alive()
         loader.close()
@@ -479,16 +483,8 @@ def test_a_host_that_ends_waits_for_all_its_loaders_at_once(
         if rank == 0:
             found += map(indices, loaders[1:])
             hosts = [loader._minato_session._server for loader in loaders]
-            wait_s = [hosts[1]._exit_wait_s]
-
-            def exit_wait_s() -> Any:
-                hosts[0]._thread.join()  # nobody needs the first loader any more
-                if len(wait_s) == 1:
-                    wait_s.append(None)
-                    together.wait()
-                return wait_s[0]()
-
-            hosts[1]._exit_wait_s = exit_wait_s
+            # Nobody needs the first loader any more.
+            before_it_waits(hosts[1], lambda: (hosts[0]._thread.join(), together.wait()))
             hosts[0]._wait_at_exit()
             assert not any(host._thread.is_alive() for host in hosts)
         else:
@@ -566,29 +562,6 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
     theirs = dealt(120, 2, 3, 3)
     with Job(program, 3) as job:
         assert [job.result(0), job.result(2)] == theirs[::2]
-
-
-def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
-    def program(rank: int, together: Any) -> Any:
-        how = {"workers": SharedPool("wait"), "persistent_workers": True, "shuffle": True}
-        loader = pooled(Numbers(40), 2, **how)
-        if (tmp_path / "ended").exists():
-            loader.set_epoch(1)
-            return [indices(loader) for _ in range(2)]
-        batches = iter(loader)
-        first = next(batches).tolist()
-        together.wait()
-        if rank == 1:
-            (tmp_path / "ended").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [[first, *indices(batches)], *(indices(loader) for _ in range(2))]
-
-    with Job(program) as job:
-        job.processes[1].join(TIMEOUT_S)
-        job.start(1)
-        theirs = dealt(40, 2, 2, 3)
-        assert job.result(0) == theirs[0]
-        assert job.result(1) == theirs[1][1:]
 
 
 @pytest.mark.parametrize(
