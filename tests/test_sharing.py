@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import mmap
+import multiprocessing
 import os
 import pickle
 import threading
@@ -436,6 +437,20 @@ def test_without_workers_that_see_it_a_pickle_holds_the_content(tmp_path: Path) 
     assert found.samples == Files().samples
     assert found.boxes == Files().boxes
     assert np.array_equal(found.features, Files().features)
+
+
+def read_in_child(shared: Any, connection: Any) -> None:
+    connection.send([*shared[:3], len(shared)])
+
+
+def test_a_process_of_multiprocessing_maps_it_too() -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=read_in_child, args=(SharedList([*"abcde"]), theirs))
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == ["a", "b", "c", 5]
+    process.join(60)
 
 
 def test_private_memory_of_forked_workers_does_not_grow() -> None:
