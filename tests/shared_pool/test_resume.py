@@ -121,6 +121,7 @@ def test_random_numbers_and_samplers_of_ranks_own() -> None:
             return [[each.tolist() for each in batch] for batch in batches]
 
         whole, loader, again = drawn(make()), make(), make()
+        assert [numbers for numbers, *_ in whole] == [*CostBatchSampler(costs, 20, shard=(rank, 2))]
         taken = drawn(itertools.islice(loader, 2))
         again.load_state_dict(loader.state_dict())
         del loader

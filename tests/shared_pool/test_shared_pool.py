@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
-from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
+from minato import AutoScale, DataLoader, ErrorPolicy, SharedPool
 from minato._core.segment import Segment
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
@@ -96,18 +96,6 @@ def test_together_they_get_each_index_once_and_as_many_batches(order: str) -> No
     for one, other in zip(*run(program), strict=True):
         assert len(one) == len(other) == 6
         assert sorted(flat([*one, *other])) == list(range(48))
-
-
-def test_batches_by_cost() -> None:
-    costs = [1 + i % 7 for i in range(40)]
-
-    def program(rank: int, together: Any) -> Any:
-        own = {"num_workers": 1, "workers": SharedPool()}
-        sampler, alone = (CostBatchSampler(costs, 20, shard=(rank, 2)) for _ in range(2))
-        return indices(DataLoader(Numbers(40), batch_sampler=sampler, **own)), list(alone)
-
-    for found, alone in run(program):
-        assert found == alone
 
 
 def test_uneven_parts_are_filled_up_or_dropped() -> None:
