@@ -91,7 +91,7 @@ class BatchReader:
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes, None, kind)
             elif offset and kind == ERROR_BLOB:
-                state = self._store.peek(offset, nbytes, kind).state
+                state = self._store.get(offset, nbytes, None, kind).state
         return state
 
     def discard(self, batch: int, slot: Slot) -> None:

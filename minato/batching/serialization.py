@@ -70,16 +70,12 @@ class Store(ABC):
     ) -> tuple[int, int]:
         """Store an object; returns ``(offset, nbytes)`` for ``get``. Raises the exception of its pickling.
 
-        The offset is a multiple of 64. ``get`` and ``peek`` must give the same ``kind``; it is 0 for no blob.
+        The offset is a multiple of 64. ``get`` must give the same ``kind``; it is 0 for no blob.
         """
 
     @abstractmethod
     def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
         """Return the object at ``offset``; its arrays view the lease of the slot, or are copies without one."""
-
-    def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
-        """Return the object, or a copy, without removing it."""
-        return self.get(offset, nbytes, None, kind)
 
     @abstractmethod
     def drop(self, offset: int) -> None:
@@ -175,7 +171,7 @@ def _spanning(lease: np.ndarray, memory: np.ndarray) -> memoryview:
 
 
 class LocalStore(Store):
-    """Passes objects by reference, for workers in this process: ``peek`` gives the object itself, too.
+    """Passes objects by reference, for workers in this process.
 
     ``put`` returns about how many bytes a batch has, which no slot holds.
     """
@@ -232,7 +228,7 @@ class StoredIndices:
         record = self._ledger.describe(batch)
         if self._are_keys or not record.indices_offset:
             return self._ledger.indices(batch, k, count)
-        found: Sequence[Any] = self._store.peek(record.indices_offset, record.indices_nbytes)
+        found: Sequence[Any] = self._store.get(record.indices_offset, record.indices_nbytes)
         return found if k == 0 and count >= len(found) else list(found)[k : k + count]
 
     def first(self, batch: int) -> Any:

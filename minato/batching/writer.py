@@ -455,7 +455,7 @@ class BatchWriter:
                 continue
             if kind == SKIP_BLOB and not offset:
                 continue
-            value = self._store.peek(offset, nbytes, kind) if kind or offset else []
+            value = self._store.get(offset, nbytes, None, kind) if kind or offset else []
             if kind != SAMPLE_BLOB:
                 if record is None or len(value) != record.layout.num_texts:
                     raise damaged("what belongs to a sample")

@@ -87,7 +87,7 @@ class OfferedItems:
             return []
         items = []
         for offset, nbytes in table.tolist():
-            items.append(self._store.peek(offset, nbytes) if offset else _MISSING)
+            items.append(self._store.get(offset, nbytes) if offset else _MISSING)
             # In shared memory it stays, for the worker that replaces this one if it dies.
             self._store.drop(offset)
         return items
