@@ -227,7 +227,10 @@ class BatchWriter:
         result: object,
         error: BaseException | None = None,
     ) -> None:
-        """Deliver a whole batch that one call of the dataset has returned, which may be any object."""
+        """Deliver a whole batch that one call of the dataset has returned, which may be any object.
+
+        A list of fewer samples is that of a reader that has ended: the last places belong to nothing.
+        """
         record = self._ledger.describe(batch)
         count = record.count
         if error is not None:
@@ -240,11 +243,6 @@ class BatchWriter:
         else:
             self._write(batch, 0, indices, result, whole=True)
         self._fill(batch, 0, count)
-
-    def deliver_short(self, batch: int, samples: list[object]) -> None:
-        """Deliver a batch whose reader has ended: its last places belong to nothing."""
-        self._collate(batch, samples)
-        self._fill(batch, 0, self._ledger.describe(batch).count)
 
     def deliver_end(self, batch: int) -> None:
         """Deliver, in place of a batch, that its reader has ended before."""

@@ -318,7 +318,7 @@ class HostWorker(Worker):
             if error is None and whole and (not found or (self._drops_short and found < count)):
                 writer.deliver_end(lease.batch)
             elif error is None and whole and found < count and self.sample_retry is None:
-                writer.deliver_short(lease.batch, samples)
+                writer.deliver_list(lease.batch, keys, samples)
             else:
                 names: list[Any] = keys if error is None else list(map(item_of, keys))
                 if error is None:
