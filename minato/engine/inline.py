@@ -527,8 +527,7 @@ class InlineEngine(BatchSource):
             fetch = functools.partial(runner.transformed, read, transform, again)
             found, error = runner.run(first + k, self._number, [index], fetch)
             if error is not None and self._retry is not None:
-                sample, error = self._retry.settle(first + k, self._number, index, error)
-                found = [sample]
+                found, error = self._retry.settle(first + k, self._number, index, error)
             if error is not None:
                 return samples, error
             samples += found
@@ -622,11 +621,8 @@ class InlineEngine(BatchSource):
             if error is None:
                 break
             if self._retry is not None:
-                failed = len(samples)
-                sample, error = self._retry.give_up(
-                    batch.first + failed, number, keys[failed], error
-                )
-                batch.samples = samples = [*samples, sample] if error is None else samples
+                made, error = self._retry.give_up(number, keys[len(samples)], error)
+                batch.samples = samples = [*samples, *made]
             if error is not None:
                 return samples, error
         return samples, None

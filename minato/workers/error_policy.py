@@ -220,8 +220,8 @@ class FailureHandler(NamedTuple):
     retries: int
     log: FailureLog
 
-    def settle(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
-        """The substitute of a sample whose retries have failed, or SKIP, and None; or None and its error."""
+    def settle(self, failure: SampleFailure) -> Ran:
+        """The outcome of a sample whose retries have failed: a substitute, or SKIP; or its error."""
         result: object = None
         error: BaseException | None = None
         if self.on_error == "skip":
@@ -238,7 +238,7 @@ class FailureHandler(NamedTuple):
         if self.on_error == "skip":
             # Its traceback holds frames that hold it, and with them the iterator, until a collection.
             BaseException.with_traceback(failure.error, None)  # by no method of its class
-        return result, error
+        return ([result], None) if error is None else ([], error)
 
 
 @dataclass(eq=False)
@@ -252,12 +252,10 @@ class SampleRetry:
     fetcher: Fetcher
     name: Callable[[Any], object] | None = None
 
-    def settle(
-        self, position: int, epoch: int, index: object, error: BaseException
-    ) -> tuple[Any, BaseException | None]:
-        """The outcome of a sample that raised: a sample or SKIP, and None; or None and the error."""
+    def settle(self, position: int, epoch: int, index: object, error: BaseException) -> Ran:
+        """The outcome of a sample that raised: a sample, or SKIP; or its error."""
         if not isinstance(error, Exception):
-            return None, error
+            return [], error
         policy, runner = self.policy, self.runner
         occurrence = runner.occurrence(position)
         failure = self._failure(epoch, index, error, 1, occurrence)
@@ -267,30 +265,26 @@ class SampleRetry:
                 policy.log.append(replace(failure, attempts=attempt + 1), "recovered")
             if again is not failure.error:  # which a sample may raise again
                 BaseException.with_traceback(failure.error, None)  # as in FailureHandler.settle
-            if again is None:
-                return samples[0], None
             if not isinstance(again, Exception):
-                return None, again
+                return samples, again
             failure = self._failure(epoch, index, again, attempt + 1, occurrence)
         return self._outcome(failure)
 
-    def give_up(
-        self, position: int, epoch: int, index: object, error: BaseException
-    ) -> tuple[Any, BaseException | None]:
+    def give_up(self, epoch: int, index: object, error: BaseException) -> Ran:
         """As ``settle``, for a sample that cannot be tried again."""
         is_sample = isinstance(error, Exception) and not isinstance(error, WorkerDiedError)
         if not is_sample or is_refused(error):
-            return None, error
+            return [], error
         index = index if self.name is None else self.name(index)
         failure = SampleFailure(index, epoch, self.runner.seed, self.worker, 1, error, None)
         return self._outcome(failure)
 
-    def _outcome(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
+    def _outcome(self, failure: SampleFailure) -> Ran:
         try:
             with self.runner.instead_of(failure.epoch, failure.index, failure.occurrence):
                 return self.policy.settle(failure)
         except self.runner.catches as raised:  # by on_error; settle handles an Exception itself
-            return None, raised
+            return [], raised
 
     def complete(
         self,
@@ -307,11 +301,11 @@ class SampleRetry:
         """
         while error is not None:
             i = len(samples)
-            sample, error = self.settle(position + i, epoch, indices[i], error)
+            settled, error = self.settle(position + i, epoch, indices[i], error)
             if error is not None:
                 break
             rest, error = run(position + i + 1, indices[i + 1 :])
-            samples = [*samples, sample, *rest]
+            samples = [*samples, *settled, *rest]
         return samples, error
 
     def _failure(

@@ -224,7 +224,7 @@ class HostWorker(Worker):
         missing = run[len(items) :]
         if error is not None:
             failed = self._unread.popleft()
-            made, error = self._given_up(failed.position, record.epoch, failed.key, error)
+            made, error = self._given_up(record.epoch, failed.key, error)
             self._deliver(failed, made, error)
         else:
             for each in missing:
@@ -296,12 +296,10 @@ class HostWorker(Worker):
         else:
             self.writer.deliver_free(each.position, names, samples, error)
 
-    def _given_up(self, position: int, epoch: int, key: int, error: BaseException) -> Ran:
+    def _given_up(self, epoch: int, key: int, error: BaseException) -> Ran:
         """The outcome of an item that its reader has not given."""
-        if self.sample_retry is None:
-            return [], error
-        sample, remaining = self.sample_retry.give_up(position, epoch, key, error)
-        return [sample] if remaining is None else [], remaining
+        retry = self.sample_retry
+        return ([], error) if retry is None else retry.give_up(epoch, key, error)
 
     # ---- items that this worker runs itself
 
@@ -343,7 +341,7 @@ class HostWorker(Worker):
             if error is None:
                 break
             failed = len(samples)
-            made, error = self._given_up(position + failed, record.epoch, keys[failed], error)
+            made, error = self._given_up(record.epoch, keys[failed], error)
             samples += made
             if error is not None:
                 return samples, error
@@ -385,7 +383,7 @@ class HostWorker(Worker):
                 if keys:
                     self.writer.deliver_free(position, keys, [SKIP] * len(keys))
                 return
-            made, error = self._given_up(position, record.epoch, keys[0], error)
+            made, error = self._given_up(record.epoch, keys[0], error)
             self.writer.deliver_free(position, [item_of(keys[0])], made, error)
             position, keys = position + 1, keys[1:]
 

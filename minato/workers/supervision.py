@@ -359,10 +359,9 @@ class WorkerRecovery:
         failure = SampleFailure(
             *of_sample, number, attempts, error, sample.transform, sample.occurrence
         )
-        result, raised = context.given_up(failure)
+        results, raised = context.given_up(failure)
         end = self.ledger.worker(number)
         writer = BatchWriter(end, context.store, context.plan.pipeline.collate())
-        results = [result] if raised is None else []
         # If the batch is full now, a worker collates it: release offers the collation again.
         writer.deliver_free(sample.position, [sample.index], results, raised, collates=False)
 

@@ -415,10 +415,8 @@ class Worker:
 
     def _settled(self, position: int, epoch: int, index: object, error: BaseException) -> Ran:
         """The outcome of a sample that raised."""
-        if self.sample_retry is None:
-            return [], error
-        sample, remaining = self.sample_retry.settle(position, epoch, index, error)
-        return [sample] if remaining is None else [], remaining
+        retry = self.sample_retry
+        return ([], error) if retry is None else retry.settle(position, epoch, index, error)
 
 
 def run_again(
@@ -435,8 +433,8 @@ def run_again(
     runner.enter(record.seed)
     samples, error = runner.run(position, record.epoch, [index], fetcher.single, repeats=True)
     if error is not None and sample_retry is not None:
-        sample, error = sample_retry.settle(position, record.epoch, index, error)
-        samples = [] if sample is SKIP else [sample]
+        settled, error = sample_retry.settle(position, record.epoch, index, error)
+        samples = [sample for sample in settled if sample is not SKIP]
     if error is not None:
         raise error
     return samples

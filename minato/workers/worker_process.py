@@ -54,7 +54,7 @@ from minato.workers.hosting import HostWorker
 from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host, seed_generators
 from minato.workers.reads import BegunLists, InFlight, Reads, reads_of
-from minato.workers.runner import Deferral, Runner, StageRunner
+from minato.workers.runner import Deferral, Ran, Runner, StageRunner
 from minato.workers.sample_timeout import StackFile
 from minato.workers.shared_state import SharedLayout, SharedState
 from minato.workers.worker import ConcurrentWorker, Worker, WorkerParts, run_again
@@ -97,7 +97,7 @@ class WorkerContext:
             policy = policy._replace(on_error=ForChild(policy.on_error))
         return {**vars(self), "plan": self.sent or self.plan, "sent": None, "policy": policy}
 
-    def given_up(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
+    def given_up(self, failure: SampleFailure) -> Ran:
         """What becomes of a sample whose worker has ended: the training process settles it, bound as there."""
         plan, policy = self.plan, self.policy
         assert policy is not None
