@@ -636,9 +636,8 @@ class Host:
         """Give each reader its copy of the dataset; TypeError: it cannot be copied."""
         plan, readers = self._plan, self._readers_plan
         original = plan.pipeline.dataset
-        copies = [original if self._may_use(number) else None for number in self._numbers]
-        for i, number in enumerate(self._numbers):
-            copied = _copied(original) if copies[i] is None else original
+        for number in self._numbers:
+            copied = original if self._may_use(number) else _copied(original)
             self._readers[number] = reader = Reader(number, copied, readers.batch, readers.skips)
             reader.watches = readers.announces
 
@@ -807,18 +806,18 @@ class Host:
                 reader.fail(ordinals[-1] + 1, first, error)
                 self._note(reader, slot)
                 return Taken([], error)
-        error_ = None
+        failure = None
         try:
             items = reader.take(ordinals, self.catches)
         except self.catches as error:
-            items, error_ = reader.taken, error
+            items, failure = reader.taken, error
             if len(items) == count:
                 raise  # a second interruption: no item has raised it
-        if error_ is None:
+        else:
             # First: who sees that the reader has ended finds the state of its end.
             self._keep_state(reader, slot)
         self._note(reader, slot)
-        return Taken(items, error_)
+        return Taken(items, failure)
 
     def _begin(self, reader: Reader, slot: int, epoch: int, wanted: int) -> None:
         number, slots = reader.number, self._readers_plan.slots

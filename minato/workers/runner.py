@@ -6,7 +6,6 @@ sample between two transforms, and resume it later.
 
 from __future__ import annotations
 
-import functools
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -425,7 +424,7 @@ class Runner:
         if self.failure is not None:
             return None, self.failure
         if self.tracer.enabled:
-            take = _recorded_many(take, self.tracer, epoch, lambda taken: len(taken.items) or None)
+            take = self._recorded_many(take, epoch, lambda taken: len(taken.items) or None)
         results, error = self._run(position, epoch, [keys], take, None)
         self._stages.clear()
         if results and (count := len(results[0].items)):
@@ -542,11 +541,8 @@ class Runner:
             return [], self.failure
         if self.tracer.enabled:
             if batch_size:
-                fetch = _recorded_many(
-                    fetch,
-                    self.tracer,
-                    epoch,
-                    lambda made: len(made) if isinstance(made, list) else batch_size,
+                fetch = self._recorded_many(
+                    fetch, epoch, lambda made: len(made) if isinstance(made, list) else batch_size
                 )
             else:
                 fetch = self._recorded(fetch, epoch, repeats=repeats)
@@ -610,9 +606,9 @@ class Runner:
         fetch: Fetch = stage_runner.resume
         if self.tracer.enabled:
             fetch = self._recorded(fetch, epoch)
-        bind = None
+        bind: Bind | None = None
         if randomness is not None and captured is not None:
-            bind = functools.partial(_restore, randomness, captured)
+            bind = lambda epoch, index: randomness.restore(captured)  # noqa: E731
         samples, error = self._run(deferred.position, epoch, [deferred], fetch, bind)
         self.durations[0] += deferred.active_ns
         self._record(samples, [deferred.index], epoch)
@@ -640,30 +636,18 @@ class Runner:
         self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
     ) -> Ran:
         """Run samples bound to their randomness; in the main process the program finds its generators as before."""
-        randomness = self.randomness
-        assert randomness is not None
-        if not self._in_main_process:
-            return self._run_and_leave(position, epoch, indices, fetch, batch_size)
-        restore = randomness.kept()
-        try:
-            return self._run_and_leave(position, epoch, indices, fetch, batch_size)
-        finally:
-            restore()
-
-    def _run_and_leave(
-        self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
-    ) -> Ran:
-        """As ``_run_bound``, but the generators stay as the samples leave them."""
-        if self.cost_estimate.draws is not None:
-            bind = self._binder(position, len(indices), batch_size)
-            return self._run(position, epoch, indices, fetch, bind)
-        samples, error = self._run_watched(position, epoch, indices, fetch, batch_size)
-        k = len(samples)
-        if error is not None or k == len(indices) > 0:
-            return samples, error
-        bind = self._binder(position + k, len(indices) - k, batch_size)
-        rest, error = self._run(position, epoch, indices[k:], fetch, bind, k)
-        return samples + rest, error
+        assert self.randomness is not None
+        with self.randomness.saved() if self._in_main_process else nullcontext():
+            if self.cost_estimate.draws is not None:
+                bind = self._binder(position, len(indices), batch_size)
+                return self._run(position, epoch, indices, fetch, bind)
+            samples, error = self._run_watched(position, epoch, indices, fetch, batch_size)
+            k = len(samples)
+            if error is not None or k == len(indices) > 0:
+                return samples, error
+            bind = self._binder(position + k, len(indices) - k, batch_size)
+            rest, error = self._run(position, epoch, indices[k:], fetch, bind, k)
+            return samples + rest, error
 
     def _run_watched(
         self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
@@ -744,25 +728,21 @@ class Runner:
 
         return fetched
 
+    def _recorded_many(
+        self, fetch: Fetch, epoch: int, count_of: Callable[..., int | None]
+    ) -> Fetch:
+        """``fetch``, which loads several samples, but these are recorded, unless their number is None."""
+        tracer = self.tracer
+
+        def fetched(indices: object) -> Any:
+            begin_ns = tracer.now()
+            found = fetch(indices)
+            if (count := count_of(found)) is not None:
+                tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
+            return found
+
+        return fetched
+
     def _named(self, index: object) -> object:
         """An index, or the item of an iterable dataset for which it stands."""
         return item_of(index) if self._streams and type(index) is int else index
-
-
-def _restore(randomness: SampleRandomness, captured: Captured, epoch: int, index: object) -> None:
-    randomness.restore(captured)
-
-
-def _recorded_many(
-    fetch: Fetch, tracer: Tracer, epoch: int, count_of: Callable[..., int | None]
-) -> Fetch:
-    """``fetch``, which loads several samples, but these are recorded, unless their number is None."""
-
-    def fetched(indices: object) -> Any:
-        begin_ns = tracer.now()
-        found = fetch(indices)
-        if (count := count_of(found)) is not None:
-            tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
-        return found
-
-    return fetched
