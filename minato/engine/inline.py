@@ -232,7 +232,7 @@ class InlineEngine(BatchSource):
             self._host = self._host_readers(epoch, epoch.readers)
         if self._states is not None:
             # It is asked when a program wants the state; not by a finalizer, which may run while the dataset is in use.
-            self._states.present = fetcher.present
+            self._states.present = fetcher.state
         # Another thread binds no generators, and the program may have given the dataset other methods.
         kind = threading.current_thread() is threading.main_thread(), fetcher.takes_lists
         if kind != self._kind:

@@ -38,7 +38,7 @@ class Fetcher:
     def __init__(
         self, dataset: Any, transforms: Transforms, batched: bool, keeps_state: bool = False
     ) -> None:
-        self.dataset = self._dataset = dataset
+        self.dataset = dataset
         self._run = transforms.run if transforms.steps else None
         self.transform = transforms.run
         get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
@@ -53,22 +53,20 @@ class Fetcher:
 
     def state(self) -> DatasetState:
         """The dataset's state."""
-        return DatasetState(dataset=self._dataset.state_dict())
-
-    present = state
+        return DatasetState(dataset=self.dataset.state_dict())
 
     def now(self, count: int) -> _Load:
         """As ``one``, for some samples now: the method itself takes less time than an index, but to look it up."""
         if count < _LEAST_BOUND:
             return self.one
-        method = getattr(type(self._dataset), "__getitem__", None)
+        method = getattr(type(self.dataset), "__getitem__", None)
         if self._run is None and type(method) in _METHODS:
-            return method.__get__(self._dataset)  # type: ignore[no-any-return, union-attr]
+            return method.__get__(self.dataset)  # type: ignore[no-any-return, union-attr]
         return self.one
 
     def rows(self, indices: list[object]) -> Rows | None:
         """The rows that are these samples, where ``has_rows``; None if they are to be loaded one by one."""
-        return rows_of(self._dataset, indices) if len(indices) >= LEAST_ROWS else None
+        return rows_of(self.dataset, indices) if len(indices) >= LEAST_ROWS else None
 
     def single(self, index: object) -> Any:
         """The sample of one index, by a call of its own."""
@@ -76,7 +74,7 @@ class Fetcher:
 
     def many(self, indices: object) -> Any:
         """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""
-        return self.transformed(self._dataset.__getitems__(indices))
+        return self.transformed(self.dataset.__getitems__(indices))
 
     def transformed(self, samples: Any) -> Any:
         """What the dataset returned for the indices of a batch, transformed."""

@@ -116,7 +116,6 @@ class HostWorker(Worker):
     def __init__(self, host: Host, store: Store, parts: WorkerParts) -> None:
         super().__init__(parts)
         plan, runner = parts.plan, parts.runner
-        self.sample_name = item_of
         self._host = host
         self._items: Any = parts.fetcher.dataset
         self._runs_items = len(plan.pipeline.transforms) > 0

@@ -84,8 +84,6 @@ class Worker:
         self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
         self._whole_size = 0  # of the last batch
-        self.sample_name: Callable[[Any], object] | None = None
-        """Makes the name of a sample of its index; None: it is its index."""
         self.endings: list[Callable[[], None]] = []
         self.tracer = tracer = runner.tracer
         tracer.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
@@ -409,8 +407,8 @@ class Worker:
         self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int
     ) -> None:
         samples, remaining = self._settled(position, epoch, index, error)
-        if remaining is not None and self.sample_name is not None:
-            index = self.sample_name(index)
+        if remaining is not None:
+            index = self.writer.indices.name(index)
         self.deliver_free(position, [index], samples, [cost_ns], remaining)
 
     def _settled(self, position: int, epoch: int, index: object, error: BaseException) -> Ran:
