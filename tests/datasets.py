@@ -12,7 +12,7 @@ import time
 import urllib.request
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -349,26 +349,32 @@ def drain(batches: Iterable[Any], most: int = 100) -> tuple[list[Any], list[Base
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "batch") -> None:
-    """Compare two delivered objects: types, dtypes, shapes, values, at any depth."""
+    """Compare two delivered objects: types, order of keys, dtypes, shapes and bits, at any depth."""
     assert type(ours) is type(theirs), f"{where}: {type(ours)} is not {type(theirs)}"
     if isinstance(theirs, torch.Tensor):
+        assert (ours.device, ours.stride()) == (theirs.device, theirs.stride()), where
+    if isinstance(theirs, (torch.Tensor, np.ndarray, np.generic)):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
-        assert ours.stride() == theirs.stride(), where
-        equal = torch.equal(ours, theirs) or torch.allclose(ours, theirs, 0, 0, equal_nan=True)
-        assert equal, f"{where}: {ours} {theirs}"
-    elif isinstance(theirs, np.ndarray):
-        assert ours.dtype == theirs.dtype, where
-        np.testing.assert_array_equal(ours, theirs, where)
+        assert bits(ours) == bits(theirs), f"{where}: {ours} {theirs}"
     elif isinstance(theirs, Mapping):
-        assert list(ours) == list(theirs), where
+        assert [(type(key), key) for key in ours] == [(type(key), key) for key in theirs], where
         for key in theirs:
             assert_same(ours[key], theirs[key], f"{where}[{key!r}]")
-    elif isinstance(theirs, (list, tuple)):
+    elif isinstance(theirs, Sequence) and not isinstance(theirs, (str, bytes)):
         assert len(ours) == len(theirs), where
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert_same(one, other, f"{where}[{i}]")
+    elif isinstance(theirs, float):
+        assert bits(np.float64(ours)) == bits(np.float64(theirs)), where
     else:
-        assert ours == theirs or (ours != ours and theirs != theirs), where
+        assert ours == theirs, where
+
+
+def bits(value: Any) -> bytes:
+    """The content of a tensor, an array or a scalar."""
+    if isinstance(value, torch.Tensor):
+        value = value.contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
+    return np.asarray(value).tobytes()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import _utils, default_convert
 
 from minato import DataLoader
 from minato.batching.collate import convert
-from tests.datasets import TORCH_TAKES_BOOLS
+from tests.datasets import TORCH_TAKES_BOOLS, assert_same
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -64,31 +64,11 @@ SAMPLES = st.recursive(
 )
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    """Types, order, structure and values are equal."""
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, np.ndarray):
-        assert (found == expected).all()
-    elif isinstance(expected, (dict, MappingProxyType)):
-        assert list(found) == list(expected)
-        for key in expected:
-            assert_alike(found[key], expected[key])
-    elif isinstance(expected, (list, tuple, deque, UserList)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_alike(one, other)
-    else:
-        assert found == expected
-
-
 @given(SAMPLES)
 def test_it_equals_torchs(sample: Any) -> None:
     """Containers are new ones, and what is no container is the sample's own."""
     found, expected = convert(sample), default_convert(sample)
-    assert_alike(found, expected)
+    assert_same(found, expected)
     assert (found is sample) is (expected is sample)
 
 
@@ -113,7 +93,7 @@ def test_a_loader_without_batches_converts(workers: int) -> None:
     samples = [{"row": np.full(2, index), "ids": [index, 0.5], "name": "x"} for index in range(3)]
     loader = DataLoader(samples, batch_size=None, num_workers=workers)
     for found, sample in zip(loader, samples, strict=True):
-        assert_alike(found, default_convert(sample))
+        assert_same(found, default_convert(sample))
 
 
 def test_a_function_that_a_program_puts_in_its_place_is_called(

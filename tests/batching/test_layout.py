@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 
@@ -24,7 +25,7 @@ import minato
 from minato.batching import layout as layout_module
 from minato.batching import sample_spec
 from minato.batching.layout import Layout
-from tests.datasets import TORCH_TAKES_BOOLS
+from tests.datasets import TORCH_TAKES_BOOLS, assert_same
 from tests.parity.test_collation import ALL, ODD
 
 GUARD = 0xA5
@@ -100,35 +101,9 @@ def deliver(samples: list[Any]) -> Any:
     return layout.batch(buffer, SHIFT, len(samples), texts)
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Equal in types, order of keys, dtypes, shapes, and bits."""
-    assert type(ours) is type(theirs)
-    match theirs:
-        case torch.Tensor():
-            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            assert ours.device == theirs.device
-            assert bits(ours) == bits(theirs)
-        case np.ndarray() | np.generic():
-            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            assert ours.tobytes() == theirs.tobytes()
-        case dict():
-            assert list(ours) == list(theirs)
-            assert [type(key) for key in ours] == [type(key) for key in theirs]
-            for key in theirs:
-                assert_same(ours[key], theirs[key])
-        case list() | tuple():
-            assert len(ours) == len(theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                assert_same(one, other)
-        case float():
-            assert np.float64(ours).tobytes() == np.float64(theirs).tobytes()
-        case _:
-            assert ours == theirs
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().view(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+def contiguous(sample: Any) -> Any:
+    """A sample as a layout restores it."""
+    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, sample)
 
 
 # ------------------------------------------------------------------------------- what is supported
@@ -196,7 +171,7 @@ def test_samples_are_restored(case: str) -> None:
     n = len(samples) + 2
     layout, buffer, texts = packed(samples, n)
     rebuilt = [layout.sample(buffer, SHIFT, n, k, texts[k]) for k in range(len(samples))]
-    assert_same(rebuilt, samples)
+    assert_same(rebuilt, contiguous(samples))
     assert_same(default_collate(rebuilt), quietly(lambda: default_collate(samples)))
 
 
@@ -462,4 +437,4 @@ def test_random_structures(template: Any, n: int, seed: int) -> None:
     layout, buffer, texts = packed(samples)
     assert Layout.infer(samples[-1], layout) is layout
     for k, sample in enumerate(samples):
-        assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), sample)
+        assert_same(layout.sample(buffer, SHIFT, n, k, texts[k]), contiguous(sample))
