@@ -9,69 +9,39 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from minato._core import ConsumerLedger
-from minato._core.codes import READY, SKIPPED
-from minato.batching.arena import Arena, Slot
-from minato.batching.collate import Collate
+from minato._core.codes import SKIPPED
+from minato.batching.arena import Arena
 from minato.batching.layout import rows_of
-from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore
-from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
+from tests.batching.test_writer import Desk
+from tests.datasets import flat
 
 
-class Case:
-    """A worker with a real writer, and batches in an arena."""
-
-    def __init__(
-        self, bound: bool, collate_fn: Callable[[Any], Any] = list, end: Any = None
-    ) -> None:
-        arena = Arena(shared=False)
-        self.ledger = ConsumerLedger(bytearray(1 << 16), (2, 4, 16))
-        self.worker = self.ledger.worker(0)
-        self.ledger.open_epoch(0)
-        self.bound = bound
-        self.store = LocalStore(arena.segment)
-        self.acquire = arena.acquire
-        self.slots: dict[int, Slot] = {}
-        self.reader = BatchReader(self.ledger, arena, self.store)
-        collate = Collate(collate_fn, True)
-        if end is not None:
-            end._ledger = self.worker
-        self.writer = BatchWriter(end or self.worker, self.store, collate, skips=True)
-
-    def open(self, count: int) -> int:
-        slot = self.acquire()
-        arguments = (slot.start, slot.start, slot.end), 0, 0, 0, self.bound
-        batch = int(self.ledger.open(list(range(count)), count, *arguments))
-        self.slots[batch] = slot
-        return batch
-
-    def read(self, batch: int) -> Any:
-        return self.reader.read(batch, self.slots[batch])
-
-    def result(self, batch: int) -> Any:
-        result = self.ledger.describe(batch).result
-        return self.store.get(result & ~63, 0)
+def desk_of(bound: bool, collate_fn: Callable[[Any], Any] = list) -> Desk:
+    arena = Arena(shared=False)
+    return Desk(LocalStore(arena.segment), arena, collate_fn, bound=bound, skips=True)
 
 
 def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
-    case = Case(bound=False)
-    old, new = case.open(1), case.open(2)
-    assert [case.worker.claim(2).batch for _ in range(2)] == [old, new]
-    case.ledger.bind_late(old, new)
-    case.writer.deliver_free(1, [1, 2], ["sample 1", "sample 2"])
-    case.writer.deliver_free(0, [0], [SKIP])
-    assert case.ledger.state(old) == case.ledger.state(new) == READY
-    assert case.ledger.describe(new).flags & SKIPPED
-    assert sorted(case.result(old) + case.result(new)) == ["sample 1", "sample 2"]
+    desk = desk_of(bound=False)
+    (old, *_), (new, *_) = opened = [desk.open(1), desk.open(2)]
+    assert [desk.workers[0].claim(2).batch for _ in range(2)] == [old, new]
+    desk.ledger.bind_late(old, new)
+    desk.writers[0].deliver_free(1, [1, 2], ["sample 1", "sample 2"])
+    desk.writers[0].deliver_free(0, [0], [SKIP])
+    assert desk.ledger.describe(new).flags & SKIPPED
+    assert sorted(flat(desk.read(batch, slot) for batch, slot, _ in opened)) == [
+        "sample 1",
+        "sample 2",
+    ]
 
 
 class Counted:
     """A worker's end of a ledger that notes for how many samples each call fills places."""
 
-    def __init__(self, ledger: Any) -> None:
-        self._ledger = ledger
+    def __init__(self, writer: Any) -> None:
+        self._ledger, writer._ledger = writer._ledger, self
         self.runs: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -83,50 +53,56 @@ class Counted:
 
 
 def test_neighbours_take_places_together() -> None:
-    case = Case(bound=False, end=(counted := Counted(None)))
-    batches = [case.open(2), case.open(3)]
-    assert None not in [case.worker.claim(2), case.worker.claim(3)]
-    case.writer.deliver_free(2, [2, 3, 4], ["c", "d", "e"])
-    case.writer.deliver_free(0, [0, 1], ["a", "b"])
+    desk = desk_of(bound=False)
+    writer, counted, opened = (
+        desk.writers[0],
+        Counted(desk.writers[0]),
+        [desk.open(2), desk.open(3)],
+    )
+    assert None not in [desk.workers[0].claim(2), desk.workers[0].claim(3)]
+    writer.deliver_free(2, [2, 3, 4], ["c", "d", "e"])
+    writer.deliver_free(0, [0, 1], ["a", "b"])
     assert counted.runs == [2, 1, 2]
-    assert [case.ledger.occupants(batch) for batch in batches] == [[2, 3], [4, 0, 1]]
-    assert [case.result(batch) for batch in batches] == [["c", "d"], ["e", "a", "b"]]
+    assert [desk.ledger.occupants(batch) for batch, *_ in opened] == [[2, 3], [4, 0, 1]]
+    assert [desk.read(batch, slot) for batch, slot, _ in opened] == [["c", "d"], ["e", "a", "b"]]
 
 
 def test_rows_take_places_together() -> None:
-    case = Case(bound=False, collate_fn=default_collate, end=(counted := Counted(None)))
-    batches = [case.open(2), case.open(3)]
-    assert None not in [case.worker.claim(2), case.worker.claim(3)]
+    desk = desk_of(bound=False, collate_fn=default_collate)
+    writer, counted, opened = (
+        desk.writers[0],
+        Counted(desk.writers[0]),
+        [desk.open(2), desk.open(3)],
+    )
+    assert None not in [desk.workers[0].claim(2), desk.workers[0].claim(3)]
     for place, indices in ((2, [4, 2, 0]), (0, [1, 3])):
         rows: Any = rows_of(torch.arange(5), indices)
-        assert case.writer.deliver_rows(place, rows) == len(indices)
+        assert writer.deliver_rows(place, rows) == len(indices)
     assert counted.runs == [2, 1, 2]
-    assert [case.read(batch).tolist() for batch in batches] == [[4, 2], [0, 1, 3]]
+    assert [desk.read(batch, slot).tolist() for batch, slot, _ in opened] == [[4, 2], [0, 1, 3]]
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_skipped_samples_are_not_collated(whole: bool) -> None:
-    case = Case(bound=True)
-    batch = case.open(3)
-    case.worker.claim(3)
-    case.writer.deliver(batch, 0, [0, 1, 2], [SKIP, "b", "c"], whole=whole)
-    assert case.ledger.state(batch) == READY
-    assert case.result(batch) == ["b", "c"]
-    assert case.ledger.skipped(batch) == [0]
+    desk = desk_of(bound=True)
+    batch, slot, _ = desk.open(3)
+    desk.workers[0].claim(3)
+    desk.writers[0].deliver(batch, 0, [0, 1, 2], [SKIP, "b", "c"], whole=whole)
+    assert desk.ledger.skipped(batch) == [0]
+    assert desk.read(batch, slot) == ["b", "c"]
 
 
 @pytest.mark.parametrize("bound", [True, False], ids=["own places", "free places"])
 def test_texts_of_a_whole_batch_are_stored_at_once(bound: bool) -> None:
     texts = ["a", "µ" * 1000, ""]
-    case = Case(bound, default_collate)
-    whole, parts = case.open(3), case.open(3)
-    assert [case.worker.claim(3).batch for _ in range(2)] == [whole, parts]
+    desk = desk_of(bound, default_collate)
+    (whole, *_), (parts, *_) = opened = [desk.open(3), desk.open(3)]
+    assert [desk.workers[0].claim(3).batch for _ in range(2)] == [whole, parts]
     for batch, first, last in ((whole, 0, 3), (parts, 0, 1), (parts, 1, 3)):
         indices, given = [*range(first, last)], texts[first:last]
         if bound:
-            case.writer.deliver(batch, first, indices, given, whole=batch == whole)
+            desk.writers[0].deliver(batch, first, indices, given, whole=batch == whole)
         else:
-            case.writer.deliver_free(3 * (batch == parts) + first, indices, given)
-    assert case.result(whole) == texts
-    assert all(offset == 0 for _, offset, _ in case.ledger.blobs(whole))
-    assert case.read(whole) == case.read(parts) == texts
+            desk.writers[0].deliver_free(3 * (batch == parts) + first, indices, given)
+    assert all(offset == 0 for _, offset, _ in desk.ledger.blobs(whole))
+    assert [desk.read(batch, slot) for batch, slot, _ in opened] == [texts, texts]

@@ -29,7 +29,7 @@ STORES = {"shared": SharedStore, "local": LocalStore}
 
 
 class Desk:
-    """One batch at a time, written by two workers and read by one consumer."""
+    """Batches, written by two workers and read by one consumer; their samples have their own places if ``bound``."""
 
     def __init__(
         self,
@@ -37,6 +37,8 @@ class Desk:
         arena: Arena,
         collate_fn: Callable[[Any], Any] = default_collate,
         batched: bool = True,
+        bound: bool = True,
+        skips: bool = False,
     ) -> None:
         sizes = (2, 8, 64)
         self.arena = arena
@@ -45,15 +47,16 @@ class Desk:
         self.workers = [self.ledger.worker(number) for number in range(2)]
         self.ledger.open_epoch(0)
         self.reader = BatchReader(self.ledger, arena, store)
-        self.store = store
+        self.store, self.bound = store, bound
         self.writers = [
-            BatchWriter(worker, store, Collate(collate_fn, batched)) for worker in self.workers
+            BatchWriter(worker, store, Collate(collate_fn, batched), skips=skips)
+            for worker in self.workers
         ]
 
     def open(self, count: int) -> tuple[int, Any, int]:
         slot = self.arena.acquire()
         span = (slot.start, slot.start, slot.end)
-        batch = self.ledger.open(list(range(count)), count, span, 0, 0, 0, True)
+        batch = self.ledger.open(list(range(count)), count, span, 0, 0, 0, self.bound)
         return batch, slot, self.ledger.describe(batch).first
 
     def fill(self, batch: int, k: int, samples: list[Any], worker: int = 0) -> None:
@@ -221,9 +224,7 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
 def test_the_last_worker_collates_its_own_samples_as_they_are(make: Make, run: int) -> None:
     own, others = [object() for _ in range(run)], [1, SKIP, 3]
     collated: list[list[Any]] = []
-    desk = make(lambda samples: collated.append(samples) or len(samples))
-    for writer in desk.writers:
-        writer._skips = True
+    desk = make(lambda samples: collated.append(samples) or len(samples), skips=True)
     batch, slot, _ = desk.open(3 + run)
     desk.fill(batch, 0, others, 0)
     desk.fill(batch, 3, own, 1)
