@@ -39,10 +39,6 @@ def plain(value: object) -> object:
     return value
 
 
-def uncollated(samples: list[object]) -> list[object]:
-    return samples
-
-
 def raised(kind: type, text: str) -> str:
     assert issubclass(kind, (ValueError, RuntimeError)), text
     name = f"{kind.__name__}: "
@@ -54,7 +50,7 @@ def main() -> None:
     print(json.dumps(minato.implementation()[0]))
     for order in ("strict", "batch", "arrival", "fast_first"):
         for workers in ({"num_workers": 0}, {"num_workers": 2}):
-            for collate_fn in (None, uncollated):
+            for collate_fn in (None, list):
                 loader = DataLoader(
                     Mixed(31), 3, shuffle=True, seed=4, order=order, collate_fn=collate_fn,
                     persistent_workers=workers["num_workers"] > 0, **workers,

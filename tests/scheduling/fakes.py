@@ -13,6 +13,7 @@ from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore, StoredIndices
+from minato.observe.meters import Meters
 from minato.options import FetchOptions
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch
@@ -20,8 +21,12 @@ from minato.scheduling.dispatcher import Dispatcher, Schedule
 from minato.scheduling.orders import Assignment, make_order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.transforms.compose import Transforms
+from minato.transforms.rng import SampleRandomness
+from minato.workers.fetch import Fetcher
 from minato.workers.plan import Pipeline, WorkerPlan
+from minato.workers.runner import Deferral, Runner, StageRunner
 from minato.workers.shared_state import ActiveWorkers
+from minato.workers.worker import Worker, WorkerParts
 from tests.protocol import deliver, delivery
 
 SLOT_BYTES = 1 << 16
@@ -274,6 +279,28 @@ class Shared:
         self.work = EventCount(bench.segment.array, WORK_EVENTS_OFFSET)
         self.active = ActiveWorkers(bytearray(ActiveWorkers.NBYTES), 0, self.work)
         self.active.set_count(active)
+
+
+def worker_of(
+    bench: Bench,
+    number: int,
+    dataset: Any,
+    chain: Transforms,
+    writer: Journal,
+    *,
+    active: int = 1,
+    most_workers: int = 1,
+    deferral: Deferral | None = None,
+    make_randomness: Callable[[int], SampleRandomness] | None = None,
+    meters: Meters | None = None,
+) -> Worker:
+    """A worker of a bench, with a real runner."""
+    ledger, plan = bench.workers[number], worker_plan(most_workers=most_workers)
+    shared: Any = {"lease": ledger.lease, "meters": meters or Meters(len(chain))}
+    stages = StageRunner(dataset, chain, deferral=deferral, **shared)
+    runner = Runner(plan, stage_runner=stages, make_randomness=make_randomness, **shared)
+    state, fetcher = Shared(bench, active), Fetcher(dataset, chain, batched=True)
+    return Worker(WorkerParts(plan, ledger, cast(Any, state), fetcher, runner, cast(Any, writer)))
 
 
 class Journal:

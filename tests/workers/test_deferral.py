@@ -20,17 +20,14 @@ from minato import DataLoader
 from minato._core import WorkerLedger
 from minato._core.codes import READY
 from minato._support.counters import shared_integers
-from minato.batching.writer import BatchWriter
 from minato.engine.engine import Engine
 from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
-from minato.workers.fetch import Fetcher
-from minato.workers.runner import Deferral, DeferredSample, Runner, StageRunner
-from minato.workers.shared_state import SharedState
-from minato.workers.worker import Worker, WorkerParts
+from minato.workers.runner import Deferral, DeferredSample
+from minato.workers.worker import Worker
 from tests.datasets import TOO_MANY_WORKERS, Numbers, flat, lags, late_by, three_draws, wait_until
-from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
+from tests.scheduling.fakes import Bench, Journal, worker_of
 
 SIZE, BATCH = 24, 4
 SEED = 7
@@ -220,21 +217,13 @@ class Case:
         deferral.allows = lambda position: (  # type: ignore[method-assign]
             chance.random() < self.share and allows(position)
         )
-        shared: Any = {"lease": ledger.lease, "meters": self.meters}
-        stages = StageRunner(Keyed(), chain, deferral=deferral, **shared)
-        draws = {"make_randomness": SampleRandomness}
-        runner = Runner(worker_plan(), stage_runner=stages, **draws, **shared)
-        runner.cost_estimate.mean_ns = mean_ns
-        runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
-        parts = WorkerParts(
-            worker_plan(),
-            ledger,
-            cast(SharedState, Shared(self.bench, len(self.bench.workers))),
-            Fetcher(Keyed(), chain, batched=True),
-            runner,
-            cast(BatchWriter, self.writer),
-        )
-        return Worker(parts)
+        how: Any = {"deferral": deferral, "make_randomness": SampleRandomness}
+        how |= {"meters": self.meters, "active": len(self.bench.workers)}
+        worker = worker_of(self.bench, number, Keyed(), chain, self.writer, **how)
+        estimate = worker.runner.cost_estimate
+        estimate.mean_ns = mean_ns
+        estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
+        return worker
 
     def kill(self, number: int) -> None:
         """A worker is killed between two leases."""

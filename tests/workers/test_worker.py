@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from minato._core.codes import READY
-from minato.batching.writer import BatchWriter
-from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
-from minato.workers.fetch import Fetcher
-from minato.workers.runner import Runner, StageRunner
-from minato.workers.shared_state import SharedState
-from minato.workers.worker import Worker, WorkerParts
-from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
+from tests.scheduling.fakes import Bench, Journal, worker_of
 
 
 class Bad(list):
@@ -40,20 +34,9 @@ class Setting:
     ) -> None:
         self.bench = Bench(order, max_lag=8, fixed=8)
         self.writer = Journal(self.bench, collates)
-        ledger = self.bench.workers[0]
-        dataset = Bad()
-        shared: Any = {"lease": ledger.lease, "meters": Meters(0)}
-        stages = StageRunner(dataset, Transforms(), **shared)
-        self.runner = Runner(worker_plan(), stage_runner=stages, **shared)
-        parts = WorkerParts(
-            worker_plan(most_workers=most_workers),
-            ledger,
-            cast(SharedState, Shared(self.bench, active)),
-            Fetcher(dataset, Transforms(), batched=True),
-            self.runner,
-            cast(BatchWriter, self.writer),
-        )
-        self.worker = Worker(parts)
+        parts = self.bench, 0, Bad(), Transforms(), self.writer
+        self.worker = worker_of(*parts, active=active, most_workers=most_workers)
+        self.runner = self.worker.runner
         self.bench.begin(batches)
 
     def run(self) -> list[Any]:
