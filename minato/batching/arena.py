@@ -272,13 +272,6 @@ class MemoryPinner(Protocol):
         """Return an event after all work that the device has been given so far."""
 
 
-class _ReturnedSlot(NamedTuple):
-    """A slot without a view, which the device may still read until an event."""
-
-    event: DeviceEvent
-    slot: Slot
-
-
 class PinnedSlots:
     """Pins the slots of an arena, and holds them back while the device reads them.
 
@@ -299,12 +292,13 @@ class PinnedSlots:
         self._owner = owner = os.getpid()
         self._pinned = pinned = dict[int, int]()  # bytes, by the slot's start
         self._events: dict[int, DeviceEvent] = {}  # of leased slots, by their start
-        self._returned = returned = deque[_ReturnedSlot]()
+        # Without a view; the device may still read them until the event.
+        self._returned = returned = deque[tuple[DeviceEvent, Slot]]()
         self._works = True
 
         def unlock_all() -> None:  # must not refer to this object
             if pinned and owner == os.getpid():
-                for event in (*(each.event for each in returned), pinner.record_event()):
+                for event in (*(event for event, _ in returned), pinner.record_event()):
                     event.synchronize()
                 for start in pinned:
                     pinner.unlock(address + start)
@@ -346,14 +340,13 @@ class PinnedSlots:
         """Take a slot whose last view is gone; the device may still read it."""
         event = self._events.pop(slot.start, None)
         if self._owner == os.getpid():  # a forked child must not use the device
-            event = event or self._pinner.record_event()
-            self._returned.append(_ReturnedSlot(event, slot))
+            self._returned.append((event or self._pinner.record_event(), slot))
 
     def recycled(self) -> Iterator[Slot]:
         """Yield the slots that the device has read; each comes once."""
         for _ in range(len(self._returned)):
-            returned = self._returned.popleft()
-            if returned.event.query():
-                yield returned.slot
+            event, slot = self._returned.popleft()
+            if event.query():
+                yield slot
             else:
-                self._returned.append(returned)
+                self._returned.append((event, slot))

@@ -174,7 +174,8 @@ def corrected(
     target, why = _target(state, measured, settings, starved)
     if target == state.workers:
         return replace(state, why=why)
-    return replace(_changed(state, target, why), trial=(state.workers, measured.samples_per_s))
+    trial = state.workers, measured.samples_per_s
+    return replace(state, workers=target, why=why, quiet=0, trial=trial)
 
 
 def _target(
@@ -216,13 +217,8 @@ def _revert(state: ControllerState, kept: int, settings: ControllerSettings) -> 
     """Return to ``kept`` workers, and do not repeat the step for a while, longer each time."""
     limits = (settings.least, kept) if kept < state.workers else (kept, settings.most)
     hold = _HOLD << min(state.setbacks, _MOST_DOUBLINGS)
-    return replace(
-        _changed(state, kept, "revert"), range=limits, hold=hold, setbacks=state.setbacks + 1
-    )
-
-
-def _changed(state: ControllerState, workers: int, why: str) -> ControllerState:
-    return replace(state, workers=workers, why=why, quiet=0)
+    state = replace(state, range=limits, hold=hold, setbacks=state.setbacks + 1)
+    return replace(state, workers=kept, why="revert", quiet=0)
 
 
 Controller = Callable[[ControllerState, Measurement, ControllerSettings], ControllerState]
@@ -241,7 +237,7 @@ class AutoscaleState:
     controller: str
     settings: ControllerSettings
     state: ControllerState
-    tried: bool = field(default=False)
+    tried: bool = False
 
     @classmethod
     def of(

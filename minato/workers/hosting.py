@@ -50,11 +50,6 @@ class OfferedItems:
         self._ledger, self._store = ledger, store
         self._cursors: dict[int, tuple[int, int]] = {}
 
-    @staticmethod
-    def table_nbytes(count: int) -> int:
-        """Size of the table of a batch of ``count`` samples."""
-        return -(-count * _ENTRY.itemsize // _ALIGNMENT) * _ALIGNMENT
-
     def _table(self, record: BatchRecord) -> Any:
         memory = self._store.segment.array[record.indices_offset :]
         return np.frombuffer(memory, _ENTRY, record.count)
@@ -66,9 +61,8 @@ class OfferedItems:
         def allocate(nbytes: int) -> int:
             generation, cursor = self._cursors.get(batch, (-1, 0))
             if generation != record.generation:
-                cursor = record.indices_offset + self.table_nbytes(record.count)
                 ends = table["offset"] + table["nbytes"]
-                cursor = max(cursor, int(ends.max()))
+                cursor = max(record.indices_offset + table.nbytes, int(ends.max()))
             cursor = -(-cursor // _ALIGNMENT) * _ALIGNMENT
             if cursor + nbytes > record.indices_offset + record.indices_nbytes:
                 raise MemoryError
