@@ -54,11 +54,8 @@ class Counted:
 
 def test_neighbours_take_places_together() -> None:
     desk = desk_of(bound=False)
-    writer, counted, opened = (
-        desk.writers[0],
-        Counted(desk.writers[0]),
-        [desk.open(2), desk.open(3)],
-    )
+    writer = desk.writers[0]
+    counted, opened = Counted(writer), [desk.open(2), desk.open(3)]
     assert None not in [desk.workers[0].claim(2), desk.workers[0].claim(3)]
     writer.deliver_free(2, [2, 3, 4], ["c", "d", "e"])
     writer.deliver_free(0, [0, 1], ["a", "b"])
@@ -69,11 +66,8 @@ def test_neighbours_take_places_together() -> None:
 
 def test_rows_take_places_together() -> None:
     desk = desk_of(bound=False, collate_fn=default_collate)
-    writer, counted, opened = (
-        desk.writers[0],
-        Counted(desk.writers[0]),
-        [desk.open(2), desk.open(3)],
-    )
+    writer = desk.writers[0]
+    counted, opened = Counted(writer), [desk.open(2), desk.open(3)]
     assert None not in [desk.workers[0].claim(2), desk.workers[0].claim(3)]
     for place, indices in ((2, [4, 2, 0]), (0, [1, 3])):
         rows: Any = rows_of(torch.arange(5), indices)
