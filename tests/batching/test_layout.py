@@ -334,13 +334,6 @@ def test_fields_are_aligned_and_apart() -> None:
     assert all(tensor.is_contiguous() for tensor in batch)
 
 
-def test_batches_view_the_buffer() -> None:
-    layout, buffer, texts = packed([torch.zeros(2)] * 3)
-    batch = layout.batch(buffer, SHIFT, 3, texts)
-    batch[1, 1] = 7
-    assert buffer[SHIFT:].view("f4")[3] == 7
-
-
 def test_each_tensor_keeps_the_buffer_alive_and_nothing_else() -> None:
     samples = [(torch.ones(4), 1, torch.zeros(0), "a")] * 2
     layout, buffer, given = packed(samples)

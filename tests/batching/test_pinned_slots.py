@@ -32,6 +32,8 @@ def locks() -> tuple[PinnedSlots, Recorder, Segment]:
 def test_a_slot_is_locked_as_far_as_its_longest_batch() -> None:
     some, recorder, segment = locks()
     start = segment.address + SLOT.start
+    some.lock(SLOT, 0)
+    assert recorder.locked == {}
     some.lock(SLOT, 3 * PAGE - 1)
     assert recorder.locked == {start: 3 * PAGE}
     some.lock(SLOT, 3 * PAGE)
@@ -43,12 +45,6 @@ def test_a_slot_is_locked_as_far_as_its_longest_batch() -> None:
     assert recorder.locked == {start: 1 << 21}  # and no more than the slot
     some.unlock(SLOT)
     some.unlock(SLOT)
-    assert recorder.locked == {}
-
-
-def test_a_batch_without_bytes_locks_nothing() -> None:
-    some, recorder, _ = locks()
-    some.lock(SLOT, 0)
     assert recorder.locked == {}
 
 

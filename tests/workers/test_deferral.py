@@ -26,7 +26,7 @@ from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.runner import Deferral, DeferredSample
 from minato.workers.worker import Worker
-from tests.datasets import TOO_MANY_WORKERS, Numbers, flat, lags, late_by, three_draws, wait_until
+from tests.datasets import TOO_MANY_WORKERS, Filled, flat, lags, late_by, three_draws, wait_until
 from tests.scheduling.fakes import Bench, Journal, worker_of
 
 SIZE, BATCH = 24, 4
@@ -380,13 +380,6 @@ LENGTH = 60
 METHODS = {"processes": {}, "threads": {"workers": "thread"}}
 
 
-class Arrays(Numbers):
-    """The index in an array that transforms may write to."""
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(5, float(index))
-
-
 def pause(sample: Any) -> Any:
     """A transform that takes its time."""
     time.sleep(0.0005)
@@ -436,12 +429,12 @@ def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], or
 
     chain = [count, square, pause, *([] if method else [draw]), square]
     options: dict[str, Any] = {"batch_size": 4, "transforms": chain, "seed": 3}
-    expected = samples_of(DataLoader(Arrays(LENGTH), **options), epochs=2)
+    expected = samples_of(DataLoader(Filled(LENGTH, 5), **options), epochs=2)
     assert (counts == 2).all()
     options.update(num_workers=2, order=order, **method)
-    assert samples_of(DataLoader(Arrays(LENGTH), **options)) == expected[:1]
+    assert samples_of(DataLoader(Filled(LENGTH, 5), **options)) == expected[:1]
     assert (counts == 3).all()
-    loader = DataLoader(Arrays(LENGTH), **options, persistent_workers=True)
+    loader = DataLoader(Filled(LENGTH, 5), **options, persistent_workers=True)
     assert samples_of(loader, epochs=2) == expected
     if order not in ORDERS:
         assert num_deferred(loader) == 0
@@ -453,7 +446,11 @@ def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], or
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_bounds_hold_for_deferred_samples(order: str) -> None:
     loader = DataLoader(
-        Arrays(LENGTH), 4, transforms=[pause, pause, pause], num_workers=3, order=late_by(order, 2)
+        Filled(LENGTH, 5),
+        4,
+        transforms=[pause, pause, pause],
+        num_workers=3,
+        order=late_by(order, 2),
     )
     batches = [[int(row[0]) for row in batch] for batch in loader]
     assert sorted(flat(batches)) == list(range(LENGTH))
@@ -471,8 +468,10 @@ def test_the_deferred_sample_of_a_killed_worker_is_not_lost() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return sample
 
-    expected = samples_of(DataLoader(Arrays(LENGTH), 4, transforms=[square, draw, square], seed=3))
+    expected = samples_of(
+        DataLoader(Filled(LENGTH, 5), 4, transforms=[square, draw, square], seed=3)
+    )
     options: Any = {"transforms": [square, pause, draw, die_once, square], "seed": 3}
-    loader = DataLoader(Arrays(LENGTH), 4, num_workers=2, order="fast_first", **options)
+    loader = DataLoader(Filled(LENGTH, 5), 4, num_workers=2, order="fast_first", **options)
     assert samples_of(loader) == expected
     assert died[0]
