@@ -607,10 +607,9 @@ class InlineEngine(BatchSource):
             done = len(samples)
             rest = keys[done:] if done else keys
             with host.turn(rest[0], 0, number):
-                taken, error = runner.read(
+                items, error = runner.read(
                     batch.first + done, number, rest, lambda keys: host.take(keys, 0, number)
                 )
-            items, error = taken or ([], error)
             if items and self._runs_items:
                 retries = 0 if self._retry is None else self._retry.policy.retries
                 fetcher.dataset.hold(rest, items, retries > 0 or runner.is_looking)

@@ -355,8 +355,7 @@ class HostWorker(Worker):
                 lease.step = -1
 
         with host.turn(keys[0], slot, epoch):
-            taken, error = self.runner.read(position, epoch, keys, take)
-        return taken or ([], error)
+            return self.runner.read(position, epoch, keys, take)
 
     def _run_free_items(self, record: BatchRecord, position: int, keys: Keys) -> None:
         """Have a reader give items for any places; those that do not exist leave theirs to others."""

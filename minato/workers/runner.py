@@ -417,20 +417,19 @@ class Runner:
             self._note_slowest(samples, indices, epoch)
         return samples, error
 
-    def read(
-        self, position: int, epoch: int, keys: Sequence[int], take: Fetch
-    ) -> tuple[Any, BaseException | None]:
-        """What a reader gives for some keys by one call, which leaves its generators alone; and what that raised."""
+    def read(self, position: int, epoch: int, keys: Sequence[int], take: Fetch) -> Ran:
+        """The items that one call of a reader gives, with its generators left alone, and what the next one raised."""
         if self.failure is not None:
-            return None, self.failure
+            return [], self.failure
         if self.tracer.enabled:
             take = self._recorded_many(take, epoch, lambda taken: len(taken.items) or None)
         results, error = self._run(position, epoch, [keys], take, None)
         self._stages.clear()
-        if results and (count := len(results[0].items)):
+        items, error = results[0] if results else ([], error)
+        if count := len(items):
             each = array("q", [self.durations[0] // count]) * count
             self.meters.reading.record_all(each, count)
-        return (results[0] if results else None), error
+        return items, error
 
     def collated(
         self, collate: CollateFn, samples: object, bound: AbstractContextManager[None]
