@@ -540,13 +540,10 @@ class InlineEngine(BatchSource):
     ) -> tuple[Any, BaseException | None]:
         """Run samples k, k+1, … until one raises for good; SKIP stands for those that are skipped."""
         position = batch.first + k
-        samples, error = self._run_singly(fetcher, position, indices)
-        if error is not None and self._retry is not None:
-            samples, error = self._retry.complete(
-                *(position, self._number, indices, samples, error),
-                functools.partial(self._run_singly, fetcher),
-            )
-        return samples, error
+        if self._retry is None:
+            return self._run_singly(fetcher, position, indices)
+        run = functools.partial(self._run_singly, fetcher)
+        return self._retry.run(position, self._number, indices, run)
 
     def _run_singly(
         self, fetcher: Fetcher, position: int, indices: list[object]

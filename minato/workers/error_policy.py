@@ -286,19 +286,18 @@ class SampleRetry:
         except self.runner.catches as raised:  # by on_error; settle handles an Exception itself
             return [], raised
 
-    def complete(
+    def run(
         self,
         position: int,
         epoch: int,
         indices: list[object],
-        samples: list[object],
-        error: BaseException | None,
         run: Callable[[int, list[object]], Ran],
     ) -> Ran:
-        """The rest of some samples, from ``position`` on, one of which raised; SKIP stands for skipped ones.
+        """Run samples until one raises for good; SKIP stands for skipped ones.
 
         ``run`` runs samples one by one from a position on, until one raises.
         """
+        samples, error = run(position, indices)
         while error is not None:
             i = len(samples)
             settled, error = self.settle(position + i, epoch, indices[i], error)

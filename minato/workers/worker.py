@@ -339,12 +339,10 @@ class Worker:
 
     def run_retrying(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
-        samples, error = self._run(position, epoch, indices)
-        if error is None or self.sample_retry is None:
-            return samples, error
-        return self.sample_retry.complete(
-            *(position, epoch, indices, samples, error),
-            lambda position, rest: self._run(position, epoch, rest),
+        if self.sample_retry is None:
+            return self._run(position, epoch, indices)
+        return self.sample_retry.run(
+            position, epoch, indices, lambda position, rest: self._run(position, epoch, rest)
         )
 
     def _run_rows(self, position: int, epoch: int, indices: list[object]) -> int:
