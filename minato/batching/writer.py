@@ -130,7 +130,8 @@ class BatchWriter:
             # others, which then need no data.
             failed = len(samples)
             place = self._ledger.describe(batch).first + k + failed
-            self._blobs.attach_error(batch, place, error, indices[failed], self.state)
+            name = self.indices.name(indices[failed])
+            self._blobs.attach_error(batch, place, error, name, self.state)
             self._fill(batch, k + failed, 1)
             self._fill_all(batch, k, samples)
             if rest := len(indices) - failed - 1:
@@ -203,7 +204,8 @@ class BatchWriter:
             taken = 1
             if error is not None and done == count:
                 place, batch, _ = ledger.reserve(position + done, 1, to_newest)
-                self._blobs.attach_error(batch, place, error, indices[done], None)
+                name = self.indices.name(indices[done])
+                self._blobs.attach_error(batch, place, error, name, None)
                 outcome, error = ledger.fill(position + done, place), None
             elif has_skipped and samples[done] is SKIP:
                 batch, outcome = ledger.skip(position + done)

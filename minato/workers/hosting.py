@@ -12,7 +12,6 @@ import numpy as np
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._core.codes import READING
-from minato._support.items import item_of
 from minato.batching.serialization import Store
 from minato.errors import SKIP
 from minato.workers.reading import Host, Taken
@@ -283,11 +282,10 @@ class HostWorker(Worker):
     def _deliver(
         self, each: _Unread, samples: list[object], error: BaseException | None = None
     ) -> None:
-        names: list[Any] = [each.key if error is None else item_of(each.key)]
         if each.record.bound:
-            self.writer.deliver(each.batch, each.k, names, samples, error)
+            self.writer.deliver(each.batch, each.k, [each.key], samples, error)
         else:
-            self.writer.deliver_free(each.position, names, samples, error)
+            self.writer.deliver_free(each.position, [each.key], samples, error)
 
     def _given_up(self, epoch: int, key: int, error: BaseException) -> Ran:
         """The outcome of an item that its reader has not given."""
@@ -311,10 +309,9 @@ class HostWorker(Worker):
             elif error is None and whole and found < count and self.sample_retry is None:
                 writer.deliver_list(lease.batch, keys, samples)
             else:
-                names: list[Any] = keys if error is None else list(map(item_of, keys))
                 if error is None:
                     samples += [SKIP] * (count - found)
-                writer.deliver(lease.batch, lease.k, names, samples, error, whole=whole)
+                writer.deliver(lease.batch, lease.k, keys, samples, error, whole=whole)
         host.release()
 
     def _samples(self, record: BatchRecord, position: int, keys: Keys) -> Ran:
@@ -376,7 +373,7 @@ class HostWorker(Worker):
                     self.writer.deliver_free(position, keys, [SKIP] * len(keys))
                 return
             made, error = self._given_up(record.epoch, keys[0], error)
-            self.writer.deliver_free(position, [item_of(keys[0])], made, error)
+            self.writer.deliver_free(position, keys[:1], made, error)
             position, keys = position + 1, keys[1:]
 
 

@@ -405,8 +405,6 @@ class Worker:
         self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int
     ) -> None:
         samples, remaining = self._settled(position, epoch, index, error)
-        if remaining is not None:
-            index = self.writer.indices.name(index)
         self.deliver_free(position, [index], samples, [cost_ns], remaining)
 
     def _settled(self, position: int, epoch: int, index: object, error: BaseException) -> Ran:
