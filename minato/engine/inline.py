@@ -258,7 +258,7 @@ class InlineEngine(BatchSource):
         self._is_single = plan.number == 1
         self._has_ended = self._is_single and readers.board.end(0) is not None
         self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
-        host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
+        host = Host(worker, 0, readers.board)
         host.catches = self._current.kinds
         try:
             host.make_readers()

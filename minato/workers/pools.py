@@ -440,7 +440,7 @@ class MainReader:
         plan, state, number = self._context.plan, self._state, self._number
         ledger = state.worker_ledger(number)
         set_is_over(lambda: ledger.stopping)
-        host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
+        host = Host(plan, number, state.board, here=True)
         host.make_readers()
         transport = ErrorTransport((BaseException,), wrapped("reader thread"))
         worker = self._context.worker(ledger, state, transport, host=host, kind=ReadingWorker)

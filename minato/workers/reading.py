@@ -567,23 +567,15 @@ class Host:
     """The readers that one worker, or the training loop, hosts; the ``board`` says what they have done.
 
     Args:
-        alone: The process is a worker's own: its generators are those of its reader while it hosts only one.
-        binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
         here: It hosts all readers, and is none of the workers.
 
     Attributes:
+        binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
         catches: The exceptions that are errors of items; others interrupt.
     """
 
     def __init__(
-        self,
-        plan: WorkerPlan,
-        number: int,
-        board: ReaderBoard,
-        *,
-        alone: bool,
-        binds: bool,
-        here: bool = False,
+        self, plan: WorkerPlan, number: int, board: ReaderBoard, *, here: bool = False
     ) -> None:
         assert plan.readers is not None
         self._plan = plan
@@ -594,11 +586,12 @@ class Host:
             self._numbers = readers.own
         elif number < readers.hosts:
             self._numbers = readers.own[number :: readers.hosts]
-        self._owns_process = alone
+        # Its generators are those of its reader while it hosts only one.
+        self._owns_process = plan.in_processes and not here
         self._is_thread = plan.method == "thread" and not plan.in_main_process
-        self._swaps = readers.announces and not (
-            self._is_thread or (alone and len(self._numbers) == 1 and not binds)
-        )
+        self.binds = plan.seeds_samples
+        is_alone = self._owns_process and len(self._numbers) == 1
+        self._swaps = readers.announces and not (self._is_thread or (is_alone and not self.binds))
         keeps_generators = readers.announces and not self._is_thread
         self._generators = GlobalGenerators() if keeps_generators else None
         self._saved: dict[int, list[Any]] = {}
@@ -619,7 +612,6 @@ class Host:
         self._kept: int | None = None  # whose generators are kept, and not saved
         # Of its dataset, and of other datasets in this thread while it reads.
         self._reading = self._around = Reading()
-        self.binds = binds
         self.catches: Kinds = (Exception,)
 
     @property

@@ -325,10 +325,7 @@ def parent_watch() -> Callable[[], bool]:
 
 def host_of(plan: WorkerPlan, number: int, state: SharedState) -> Host | None:
     """The readers that a worker hosts, which may be none; None if the dataset is map-style."""
-    if plan.readers is None:
-        return None
-    in_process = plan.method == "process"
-    return Host(plan, number, state.board, alone=in_process, binds=plan.seeds_samples)
+    return None if plan.readers is None else Host(plan, number, state.board)
 
 
 def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Exception | None:
