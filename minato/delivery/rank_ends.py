@@ -16,9 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from minato._core import now_ns
 from minato._fork_safety import forget_in_children
@@ -52,16 +53,6 @@ _LONGEST_S = 1800.0
 """The longest wait for a rank that lives."""
 _EXIT_S = 10.0
 """The longest wait of a process at its exit."""
-
-
-class Store(Protocol):
-    """The part of a store of torch.distributed that is used: counters."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, 0 at first, and return it."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a counter."""
 
 
 class Channel:

@@ -12,8 +12,9 @@ from multiprocessing import context
 from typing import Any, Generic, TypeVar
 
 from minato._fork_safety import renew_in_children
+from minato._support.values import message_of, type_name
 
-__all__ = ["Connections", "Env", "Place", "Settings", "shown_text", "shown_url"]
+__all__ = ["Connections", "Env", "Place", "Settings", "described", "shown_text", "shown_url"]
 
 T = TypeVar("T")
 
@@ -250,3 +251,8 @@ def shown_text(text: str) -> str:
             return "<secret>"
 
     return _URL.sub(shown, text)
+
+
+def described(error: BaseException) -> str:
+    """The type and the text of an error of a library, as :func:`shown_text` shows it."""
+    return f"{type_name(error)}: {shown_text(message_of(error))}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minato._support.values import message_of, type_name
 from minato.checks import refuse_one
 from minato.errors import missing
 from minato.sources.base import Retry, Row, SourceError
-from minato.sources.connections import Place, Settings, shown_text, shown_url
+from minato.sources.connections import Place, Settings, described, shown_url
 from minato.streams.shards import ShardedDataset, State
 
 try:
@@ -63,7 +62,7 @@ class HuggingFaceShards(ShardedDataset[Row]):
                 self._path, data_files=files, split="train", streaming=True, **settings
             )
         except Exception as error:  # its text may have the URL
-            raise SourceError(f"cannot open {name!r}: {_described(error)}") from error
+            raise SourceError(f"cannot open {name!r}: {described(error)}") from error
         if state is not None:
             stream.load_state_dict(state)
         return _Rows(name, stream, state)
@@ -88,7 +87,7 @@ class _Rows(Iterator[Row]):
         except Exception as error:
             self._has_failed = True
             raise SourceError(
-                f"cannot read on in {self._name!r}, and leaves out the rest: {_described(error)}"
+                f"cannot read on in {self._name!r}, and leaves out the rest: {described(error)}"
             ) from error
         return {name: values[0] for name, values in batch.items()}
 
@@ -97,7 +96,3 @@ class _Rows(Iterator[Row]):
         if self._has_failed:
             return None
         return self._stream.state_dict() if self._start is None else self._start
-
-
-def _described(error: Exception) -> str:
-    return f"{type_name(error)}: {shown_text(message_of(error))}"

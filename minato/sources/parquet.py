@@ -18,7 +18,7 @@ from minato.errors import is_lost_connection, missing
 try:
     import pyarrow as pa
     import pyarrow.dataset as ds
-    from pyarrow import types
+    from pyarrow import compute, types
 except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
@@ -26,7 +26,7 @@ from minato._support.counters import Counters, shared_integers
 from minato._support.values import message_of
 from minato.checks import check_shard, check_whole, given_whole, refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
-from minato.sources.connections import Env, Place, shown_text, shown_url
+from minato.sources.connections import Env, Place, described, shown_url
 from minato.streams.shards import ShardedDataset
 
 __all__ = ["Parquet", "ParquetShards", "ParquetStream"]
@@ -126,8 +126,7 @@ class _RowGroups:
             )
         except (pa.ArrowException, OSError, KeyError) as error:
             raise SourceError(
-                f"cannot read row group {group.row_groups[0].id} of {shown_url(group.path)!r}: "
-                f"{type(error).__name__}: {shown_text(message_of(error))}"
+                f"cannot read row group {group.row_groups[0].id} of {shown_url(group.path)!r}: {described(error)}"
             ) from error
         return len(table), _rows_of(table)
 
@@ -415,19 +414,12 @@ def _rows_of(table: pa.Table) -> Callable[[int], Row]:
     in them, and values of other types, are converted by Arrow's ``as_py``. What can be changed in place is new in each
     row: a transform may do so, and a row does not keep the memory of its column.
     """
-    columns = {name: _getter(_one_chunk(table[name])) for name in table.column_names}
+    columns = {name: _getter(table[name].combine_chunks()) for name in table.column_names}
 
     def row(i: int) -> Row:
         return {name: get(i) for name, get in columns.items()}
 
     return row
-
-
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    combined = column.combine_chunks()
-    if isinstance(combined, pa.ChunkedArray):
-        return pa.concat_arrays(combined.chunks) if combined.num_chunks else pa.array([])
-    return combined
 
 
 def _getter(column: pa.Array) -> _Get:
@@ -464,9 +456,7 @@ def _lists(column: pa.Array) -> _Get:
     inner = column.flatten()
     whole = inner.drop_null() if inner.null_count else inner
     values = whole.to_numpy(zero_copy_only=False)
-    lengths = np.full(len(column), getattr(column.type, "list_size", 0))
-    if not types.is_fixed_size_list(column.type):
-        lengths = column.value_lengths().to_numpy()
+    lengths = compute.list_value_length(column).to_numpy()
     ends = lengths.cumsum()
     starts = ends - lengths
     if not inner.null_count:

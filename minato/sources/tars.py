@@ -14,7 +14,7 @@ from minato._support.values import message_of
 from minato.checks import refuse_one
 from minato.errors import is_lost_connection, missing
 from minato.sources.base import Retry, SourceError
-from minato.sources.connections import Place, Settings, shown_text, shown_url
+from minato.sources.connections import Place, Settings, described, shown_url
 from minato.streams.shards import ShardedDataset
 
 __all__ = ["TarShards"]
@@ -82,7 +82,7 @@ class TarShards(ShardedDataset[Sample]):
         except (ImportError, TypeError, ValueError):  # of arguments
             raise
         except Exception as error:
-            raise SourceError(f"cannot read {name!r}: {_described(error)}") from error
+            raise SourceError(f"cannot read {name!r}: {described(error)}") from error
 
 
 class _Member(NamedTuple):
@@ -143,7 +143,7 @@ class _Samples(Iterator[Sample]):
         except Exception as error:  # tarfile raises more than its own, and would do so again
             self._end()
             raise SourceError(
-                f"cannot read {self._name!r} behind {self._count} samples, and leaves out the rest: {_described(error)}"
+                f"cannot read {self._name!r} behind {self._count} samples, and leaves out the rest: {described(error)}"
             ) from error
         self._count += 1
         if twice is not None:
@@ -239,7 +239,3 @@ class _Remote:
             return self._file.read(size)
 
         return self._attempt(read)
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {shown_text(message_of(error))}"
