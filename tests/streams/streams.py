@@ -276,6 +276,11 @@ def drawing_collate(samples: list[Any]) -> list[Any]:
     return [default_collate(samples), *three_draws()]
 
 
+def slowly(item: Any) -> Any:
+    time.sleep(0.002)
+    return item
+
+
 def plain(batch: Any) -> Any:
     """A batch as lists and numbers, whose types and dtypes are kept as their names."""
     if isinstance(batch, torch.Tensor | np.ndarray):

@@ -32,6 +32,7 @@ from tests.streams.streams import (
     Split,
     items,
     numbers,
+    slowly,
 )
 
 SIZE, BATCH = 240, 4
@@ -44,27 +45,11 @@ def slowly_drawn(number: int) -> list[float]:
     return add_draws([float(number)])
 
 
-def slowly(item: Any) -> Any:
-    time.sleep(0.002)
-    return item
-
-
-class Paused(IteratorState):
-    """It takes its time in any place."""
-
-    pause_s = 0.001
-
-
-class PausedGenerator(Draws):
-    """It has no state."""
-
-    pause_s = 0.001
-
-
 def mixed(size: int) -> Any:
     """Two streams that draw, mixed and shuffled; one of them is read again from its beginning."""
-    sources = {"a": minato.shuffle(Paused(size // 2), 4), "b": PausedGenerator(size // 2)}
-    return minato.shuffle(minato.mix(sources), 16)
+    first, second = IteratorState(size // 2), Draws(size // 2)
+    first.pause_s = second.pause_s = 0.001
+    return minato.shuffle(minato.mix({"a": minato.shuffle(first, 4), "b": second}), 16)
 
 
 KINDS: dict[str, tuple[Callable[[int], Any], bool]] = {

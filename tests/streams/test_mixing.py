@@ -54,12 +54,6 @@ def test_a_shuffle_is_a_permutation_that_mixes_and_differs_by_epoch_seed_and_rea
     assert sorted(two) == list(range(size))
 
 
-def test_an_item_stays_in_the_buffer_for_four_buffers_at_most() -> None:
-    for buffer in (1, 3, 50):
-        at = {item: i for i, item in enumerate(given(minato.shuffle(Split(3000), buffer)))}
-        assert max(at[item] - item for item in at) <= 4 * buffer
-
-
 WEB, CODE = 0, 10**13
 
 
@@ -94,12 +88,6 @@ def test_passes_are_epochs_of_their_own() -> None:
     assert [int(sequence[0]) for sequence in mixed] == numbers  # the epoch is set back
     endless = make_mix(50, 0, passes=math.inf)
     assert names_of(itertools.islice(endless, 500)) == ["web"] * 500
-
-
-def test_weights_change_at_an_item() -> None:
-    schedule = {0: {"web": 1, "code": 0}, 100: {"web": 0, "code": 1}}
-    names = names_of(make_mix(200, 200, weights=schedule))
-    assert names == ["web"] * 100 + ["code"] * 200
 
 
 def test_an_interrupted_change_of_weights_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

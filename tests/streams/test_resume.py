@@ -34,10 +34,11 @@ from tests.streams.streams import (
     STREAMS,
     Cursor,
     DatasetState,
-    Draws,
     EpochState,
     IteratorState,
     Raises,
+    Seekable,
+    Seeking,
     Split,
     hugging_face,
     in_runs,
@@ -284,13 +285,6 @@ def test_reading_again_is_exact_where_the_state_is_not(before: int, after: int) 
         assert (sorted(interrupted(first, 7, later)) == list(range(SIZE))) == is_exact
 
 
-def test_reading_again_draws_the_same() -> None:
-    readers = Readers(3, resume="read")
-    assert len(items(itertools.islice(make(IteratorState, readers, num_workers=2), 6))) == 24
-    first, later = (make(Draws, readers, num_workers=each) for each in (2, 1))
-    assert interrupted(first, 6, later, items) == whole(Draws)
-
-
 class Unsigned(DatasetState):
     """Its state holds a tensor that pickle stores, and cannot load."""
 
@@ -443,27 +437,18 @@ def test_a_reader_that_cannot_begin_leaves_the_state_of_the_others(num_workers: 
     assert interrupted(first, 3, again) == list(range(16, SIZE))
 
 
-class Skips(Split):
-    """Its iterators can pass over items, have no state, and raise at the number 3."""
+class Skips(Seekable):
+    """It raises at the number 3."""
 
     def __iter__(self) -> Any:
-        return SkippingCursor(self.numbers())
+        return RaisingAt3(self.numbers(), self.read)
 
 
-class SkippingCursor:
-    def __init__(self, numbers: range) -> None:
-        self.numbers, self.at = numbers, 0
-
+class RaisingAt3(Seeking):
     def __next__(self) -> int:
-        if self.at >= len(self.numbers):
-            raise StopIteration
-        self.at += 1
-        if self.numbers[self.at - 1] == 3:
+        if (number := super().__next__()) == 3:
             raise KeyError(3)
-        return self.numbers[self.at - 1]
-
-    def skip(self, n: int) -> None:
-        self.at += n
+        return number
 
 
 @pytest.mark.parametrize(("readers", "num_workers"), [(1, 0), (1, 2), (None, 0)])

@@ -19,17 +19,12 @@ from minato import AutoScale, DataLoader, Readers
 from tests.datasets import ORDERS, wait_until
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
-from tests.streams.streams import DatasetState, Draws, Split, in_runs, numbers, plain
+from tests.streams.streams import DatasetState, Draws, Split, in_runs, numbers, plain, slowly
 
 SIZE, BATCH, EPOCHS = 240, 4, 2
 HERE = Readers(1, where="main")
 PATIENCE_S = 60.0
 """For what never comes, however busy the machine."""
-
-
-def slowly(sample: Any) -> Any:
-    time.sleep(0.002)
-    return sample
 
 
 @functools.cache
