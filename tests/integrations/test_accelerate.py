@@ -88,16 +88,6 @@ def test_prepare_gives_what_the_loader_gives(accelerator: Any) -> None:
         assert drawn(loader) == drawn(prepared)
 
 
-def test_skipping_goes_on_in_the_same_epoch(accelerator: Any) -> None:
-    prepared = accelerator.prepare(loader_of(**SHUFFLED))
-    whole = [drawn(prepared) for _ in range(3)]
-    skipping = accelerator.skip_first_batches(prepared, 2)
-    skipping.set_epoch(2)  # Accelerate before 1.15 starts again with 0
-    with engines() as seen:
-        assert drawn(skipping) == whole[2][2:]
-    assert seen() == OURS
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_skipping_without_an_accelerator(shuffle: bool) -> None:
     loader = loader_of(**{**SHUFFLED, "shuffle": shuffle})

@@ -57,7 +57,6 @@ def lightning_trainer(**options: Any) -> Any:
 
 
 # 0: only at the ends of epochs.
-# 0: only at the ends of epochs.
 @pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10, 12, 16, 20]), (0, [10, 20])])
 def test_lightning(every: int, steps: list[int]) -> None:
     lightning = pytest.importorskip("lightning.pytorch", "2.4")

@@ -358,10 +358,10 @@ class Mapped(Drawn):
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("own", ["seed", "shuffle"])
-def test_accelerate_goes_on_with_another_number_of_processes(own: str, splits: bool) -> None:
+def test_accelerate_goes_on_with_another_number_of_processes(
+    own: str, splits: bool, accelerate: Any
+) -> None:
     """Each process with its own state, and then all with the state of one, as ``save_state`` keeps it."""
-    data_loader = pytest.importorskip("accelerate", "1.0").data_loader
-    fresh_accelerate()
     got: list[int] = []
 
     def run(count: int, state: Any = None, stop: int | None = 1) -> list[Any]:
@@ -372,7 +372,8 @@ def test_accelerate_goes_on_with_another_number_of_processes(own: str, splits: b
             given = {"seed": 1} if own == "seed" else given
             made = minato.DataLoader(Numbers(48), 12 if splits else 12 // count, True, **given)
             how: Any = {"num_processes": count, "process_index": rank, "split_batches": splits}
-            loader = data_loader.prepare_data_loader(made, use_stateful_dataloader=True, **how)
+            prepare = accelerate.data_loader.prepare_data_loader
+            loader = prepare(made, use_stateful_dataloader=True, **how)
             if state is not None:
                 loader.load_state_dict(state)
             for number, batch in enumerate(loader, 1):

@@ -377,12 +377,6 @@ def test_a_forked_child_opens_its_own_and_closes_none_of_its_parent() -> None:
         assert number == 1
 
 
-def test_a_pickled_source_takes_nothing_along() -> None:
-    source: Any = Flaky(0, OSError, Retry())
-    again = pickle.loads(pickle.dumps(source))
-    assert again.subset(["c"])[0] == "C"
-
-
 def test_one_text_in_place_of_several_is_refused() -> None:
     """Its letters would be taken for names of columns, files or keys."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: install the extra 'test'")

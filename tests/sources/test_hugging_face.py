@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 
 import minato
 from minato import DataLoader
+from tests.datasets import flat
 from tests.selection import mostly_slow, numbers_for
-from tests.streams.streams import resumed, saved
+from tests.streams.streams import in_runs
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
 
@@ -82,12 +82,13 @@ def above(rng: random.Random) -> Any:
     return rng.choice(over)
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
+
+
 def numbers(samples: list[Any]) -> list[int]:
     return [int(sample["row"]) for sample in samples]
-
-
-def rows(batches: Any) -> list[int]:
-    return [row for batch in batches for row in batch]
 
 
 def check_history(seed: int) -> None:
@@ -97,40 +98,33 @@ def check_history(seed: int) -> None:
         workers = rng.choice([0, 0, 0, 2])
         return DataLoader(above(rng), 3, readers=readers, num_workers=workers, collate_fn=numbers)
 
+    def made() -> Iterator[Any]:
+        while True:
+            loaders.append(make())
+            yield loaders[-1]
+
     rng = random.Random(-seed)
-    expected = rows(make())
-    loader, got = make(), list[int]()
-    for stop in [*(rng.randrange(6) for _ in range(rng.randrange(1, 5))), None]:
-        batches = list(itertools.islice(loader, stop))
-        got += rows(batches)
-        if stop is None or len(batches) < stop:
-            break
-        loader = resumed(saved(loader), make())
-    assert got == expected, seed
-    assert rows(loader) == expected, seed  # the next epoch begins at its beginning
+    expected, loaders = flat(make()), list[Any]()
+    stops = [*(rng.randrange(6) for _ in range(rng.randrange(1, 5))), None]
+    assert in_runs(made(), stops, flat) == expected, seed
+    assert flat(loaders[-1]) == expected, seed  # the next epoch begins at its beginning
 
 
 def test_each_worker_is_in_an_epoch_of_its_own() -> None:
     stream, other = shuffled(0, 12), shuffled(100, 12)
     mixed = minato.mix({"a": stream, "b": minato.shuffle(other, 2)}, passes=2)
-    assert len(rows(DataLoader(mixed, 3, num_workers=1, collate_fn=numbers))) == 48
+    assert len(flat(DataLoader(mixed, 3, num_workers=1, collate_fn=numbers))) == 48
     # The second pass of each has another epoch, in the worker alone.
     assert (stream.epoch, other.epoch) == (0, 0)
 
 
 @pytest.mark.parametrize("first", mostly_slow(range(0, 80, 5)))
-def test_stops_lose_and_repeat_nothing(
-    first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
+def test_stops_lose_and_repeat_nothing(first: int) -> None:
     for seed in range(first, first + 5):
         check_history(seed)
 
 
 @pytest.mark.stress
-def test_any_stops_lose_and_repeat_nothing(
-    stress_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
+def test_any_stops_lose_and_repeat_nothing(stress_s: float) -> None:
     for seed in numbers_for(stress_s, 80):
         check_history(seed)

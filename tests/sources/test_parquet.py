@@ -149,17 +149,6 @@ def test_a_row_group_is_read_once_as_long_as_it_is_kept(folder: Path) -> None:
     assert [call.args for call in read.call_args_list] == [(0,), (1,), (2,), (0,)]
 
 
-@pytest.mark.parametrize("method", ["process", "thread"])
-@pytest.mark.parametrize("fetch_concurrency", [1, 4])
-def test_workers_read_every_row_once(folder: Path, method: str, fetch_concurrency: int) -> None:
-    source = Parquet(folder, ["id", "x"])
-    assert source[3]["id"] == 3
-    how: Any = {"num_workers": 2, "workers": method, "fetch_concurrency": fetch_concurrency}
-    assert ids(minato.DataLoader(source, 8, **how)) == list(range(ROWS))
-    again = pickle.loads(pickle.dumps(source))
-    assert again[4]["id"] == 4
-
-
 def test_a_stream_in_order_and_shuffled(folder: Path) -> None:
     assert ids(ParquetStream(folder, ["id"])) == list(range(ROWS))
     stream = ParquetStream(folder, ["id"], seed=3, window_rows=30)
@@ -260,13 +249,9 @@ def test_columns_that_are_not_there_are_named_before_a_read(folder: Path, wrong:
     assert set(next(iter(parts))) == {"a", "__filename"}
 
 
-def test_what_cannot_be_opened_or_decoded_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_opened_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError, match="cannot read the list of keys.*/no/such/folder"):
         len(Parquet("/no/such/folder"))
-    with pytest.raises(SourceError, match="cannot decode key 7: KeyError: 'y'"):
-        Parquet(folder, ["id"], decode=lambda row: row["y"])[7]
     with pytest.raises(TypeError, match="is a secret and is not pickled"):
         pickle.dumps(Parquet("s3://me:hush@box/rows"))
     monkeypatch.setenv("ROWS_HERE", str(folder))
@@ -378,6 +363,5 @@ def test_row_groups_are_found_by_name(folder: Path) -> None:
         assert [each.number_of(name) for name in names] == [*range(len(names))]
 
 
-def test_decoding(folder: Path) -> None:
-    assert Parquet(folder, ["id"], decode=lambda row: row["id"] * 2)[4] == 8
+def test_a_stream_decodes(folder: Path) -> None:
     assert list(ParquetStream(folder, ["id"], decode=lambda row: int(row["id"])))[:3] == [0, 1, 2]
