@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -258,6 +258,41 @@ class ShardedSequences(ShardedDataset[Any]):
         if state is not None:
             cursor.load_state_dict(state)
         return cursor
+
+
+class Shards(ShardedDataset[int]):
+    """Shard ``"n"`` has so many numbers, from 1000 * n on; the one that is ``closed`` cannot be opened."""
+
+    closed = ""
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int],
+        cursor: Any = iter,
+        says_sizes: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.lengths, self.cursor, self.says_sizes = lengths, cursor, says_sizes
+
+    def shards(self) -> Sequence[str] | Mapping[str, float]:
+        return dict(self.lengths) if self.says_sizes else [*self.lengths]
+
+    def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+        if name == self.closed:
+            raise OSError(f"no {name}")
+        found = self.cursor(items_of(name, self.lengths[name]))
+        if state is not None:
+            found.at = state["at"]
+        return found
+
+
+def items_of(name: str, length: int) -> range:
+    return range(1000 * int(name), 1000 * int(name) + length)
+
+
+def all_of(lengths: Mapping[str, int]) -> list[int]:
+    return sorted(itertools.chain(*(items_of(*each) for each in lengths.items())))
 
 
 class DrawsAtOnce(IteratorState):

@@ -12,13 +12,14 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import DataLoader, MinatoWarning, Readers, merge_states
-from minato.streams.shards import ShardedDataset
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
     STREAMS,
     Draws,
+    Shards,
     Split,
+    all_of,
     hugging_face,
     items,
     numbers,
@@ -254,25 +255,14 @@ def test_a_dataset_that_is_one_rank_s_share_is_not_divided_again() -> None:
     assert sorted(found) == list(range(8))
 
 
-class Shards(ShardedDataset[int]):
-    def __init__(self, count: int) -> None:
-        super().__init__(new_shards="append")
-        self.count = count
-
-    def shards(self) -> list[str]:
-        return [str(i) for i in range(self.count)]
-
-    def iter_shard(self, name: str, state: Any = None) -> Any:
-        return iter(range(10 * int(name), 10 * int(name) + 10))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_that_are_added_are_dealt_alike_in_all_ranks(workers: int) -> None:
     """Also to a reader whose own rank knows nothing of what was dealt before."""
 
     def loader(count: int, rank: int, ranks: int) -> Any:
+        dataset = Shards(dict.fromkeys(map(str, range(count)), 10), new_shards="append")
         readers = Readers(6, rank=rank, ranks=ranks)
-        return DataLoader(Shards(count), 3, readers=readers, num_workers=workers, order="arrival")
+        return DataLoader(dataset, 3, readers=readers, num_workers=workers, order="arrival")
 
     found, states = [], []
     for rank in range(2):
@@ -282,7 +272,7 @@ def test_shards_that_are_added_are_dealt_alike_in_all_ranks(workers: int) -> Non
     state = merge_states(states)
     for rank in range(3):
         found += numbers(resumed(state, loader(11, rank, 3)))
-    assert sorted(found) == list(range(110))
+    assert sorted(found) == all_of(dict.fromkeys(map(str, range(11)), 10))
 
 
 def test_a_state_of_another_rank_of_a_stream_that_divides_itself(

@@ -22,7 +22,6 @@ from minato import (
     ErrorPolicy,
     MinatoWarning,
     Readers,
-    ShardedDataset,
     mix,
     shuffle,
 )
@@ -39,7 +38,9 @@ from tests.streams.streams import (
     Raises,
     Seekable,
     Seeking,
+    Shards,
     Split,
+    all_of,
     hugging_face,
     in_runs,
     interrupted,
@@ -546,20 +547,6 @@ def test_a_generator_that_an_interruption_has_ended_is_told() -> None:
         assert numbers(batches) == [8, 9]
 
 
-class InterruptedShards(ShardedDataset[Any]):
-    """In the first one's generator."""
-
-    def __init__(self, interrupt: Interrupting) -> None:
-        super().__init__()
-        self.interrupt = interrupt
-
-    def shards(self) -> list[str]:
-        return ["0", "15", "30"]
-
-    def iter_shard(self, name: str, state: Any = None) -> Iterator[Any]:
-        return (self.interrupt(number) for number in range(int(name), int(name) + 15))
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -578,14 +565,17 @@ def test_a_generator_below_that_an_interruption_has_ended_is_told(make: Any, nam
 
 
 def test_a_generator_of_a_shard_that_an_interruption_has_ended_is_made_again() -> None:
-    interrupt = Interrupting()
-    loader, later = (DataLoader(InterruptedShards(interrupt), 4) for _ in range(2))
+    interrupt, lengths = Interrupting(), {"0": 15, "1": 15, "2": 15}
+    loader, later = (
+        DataLoader(Shards(lengths, lambda items: (interrupt(item) for item in items)), 4)
+        for _ in range(2)
+    )
     batches = iter(loader)
     got = numbers(itertools.islice(batches, 2))
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    assert got + numbers(resumed(saved(loader), later)) == [*range(SIZE)]
-    assert got + numbers(batches) == [*range(SIZE)]
+    assert got + numbers(resumed(saved(loader), later)) == all_of(lengths)
+    assert got + numbers(batches) == all_of(lengths)
 
 
 @pytest.mark.large

@@ -18,36 +18,35 @@ from minato._support.items import reading_again, set_resumed
 from minato.options import Retry
 from minato.sources.base import KeyedSource
 from minato.streams.shards import ShardIterator
+from tests import datasets
 from tests.datasets import ORDERS, wait_until
 from tests.selection import mostly_slow, sweep
-from tests.streams.streams import in_runs, interrupted, numbers, resumed, saved
+from tests.streams.streams import (
+    Shards,
+    all_of,
+    in_runs,
+    interrupted,
+    items_of,
+    numbers,
+    resumed,
+    saved,
+)
 from tests.streams.test_resume import workers_of
 
 
-class Cursor:
-    """An iterator of a shard with the methods that its kind has: ``state``, ``skip`` or both."""
+class Cursor(datasets.Cursor):
+    """An iterator of a shard, with the methods that its kind has: ``state_dict``, ``skip`` or both."""
 
-    def __init__(self, items: range) -> None:
-        self.items, self.at = items, 0
-
-    def __iter__(self) -> Cursor:
-        return self
-
-    def __next__(self) -> int:
-        if self.at == len(self.items):
-            raise StopIteration
-        self.at += 1
-        return self.items[self.at - 1]
+    state_dict: Any = None
 
 
 class Stateful(Cursor):
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
+    state_dict = datasets.Cursor.state_dict
 
 
 class Seeking(Cursor):
     def skip(self, n: int) -> int:
-        before, self.at = self.at, min(self.at + n, len(self.items))
+        before, self.at = self.at, min(self.at + n, len(self.numbers))
         return self.at - before
 
 
@@ -56,41 +55,6 @@ class Both(Stateful, Seeking):
 
 
 CURSORS = [iter, Cursor, Stateful, Seeking, Both]
-
-
-class Numbers(ShardedDataset[int]):
-    """Shard ``"n"`` has so many numbers, from 1000 * n on; the one that is ``closed`` cannot be opened."""
-
-    closed = ""
-
-    def __init__(
-        self,
-        lengths: Mapping[str, int],
-        cursor: Any = iter,
-        says_sizes: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.lengths, self.cursor, self.says_sizes = lengths, cursor, says_sizes
-
-    def shards(self) -> Sequence[str] | Mapping[str, float]:
-        return dict(self.lengths) if self.says_sizes else [*self.lengths]
-
-    def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
-        if name == self.closed:
-            raise OSError(f"no {name}")
-        found = self.cursor(items_of(name, self.lengths[name]))
-        if state is not None:
-            found.at = state["at"]
-        return found
-
-
-def items_of(name: str, length: int) -> range:
-    return range(1000 * int(name), 1000 * int(name) + length)
-
-
-def all_of(lengths: Mapping[str, int]) -> list[int]:
-    return sorted(itertools.chain(*(items_of(*each) for each in lengths.items())))
 
 
 def check_history(seed: int, changes: bool) -> None:
@@ -110,14 +74,14 @@ def check_history(seed: int, changes: bool) -> None:
     transforms = rng.choice([None, [abs]])
     stops = [*(rng.randint(0, 8) for _ in range(rng.randint(1, 4))), None]
     said: list[Any] = [seed, order, size, readers, options, transforms, stops]
-    expected = numbers(DataLoader(Numbers(ever, **options), size, readers=readers))
+    expected = numbers(DataLoader(Shards(ever, **options), size, readers=readers))
 
     def loaders() -> Iterator[Any]:
         lengths = dict(ever)
         while True:
             how = {"order": order, "transforms": transforms, **workers_of(rng, rng.random() < 0.8)}
             said.append((how, lengths))
-            yield DataLoader(Numbers(lengths, **options), size, readers=readers, **how)
+            yield DataLoader(Shards(lengths, **options), size, readers=readers, **how)
             if changes and rng.random() < 0.7:
                 lengths = changed(rng, lengths, len(ever))
                 gone.update(ever.keys() - lengths)
@@ -160,7 +124,7 @@ THREE = {"1": 6, "2": 5, "3": 4}
 
 
 def closed(cursor: Any, name: str) -> Any:
-    dataset = Numbers(THREE, cursor)
+    dataset = Shards(THREE, cursor)
     dataset.closed = name
     return dataset
 
@@ -168,7 +132,7 @@ def closed(cursor: Any, name: str) -> Any:
 @pytest.mark.parametrize("cursor", CURSORS)
 def test_a_shard_that_does_not_open_at_a_resume_raises_once(cursor: Any) -> None:
     """As an item; those of the shards behind it follow."""
-    first = iter(Numbers(THREE, cursor))
+    first = iter(Shards(THREE, cursor))
     assert [next(first) for _ in range(8)] == all_of(THREE)[:8]
     for skipped in (0, 1, 2):
         items = iter(closed(cursor, "2"))
@@ -198,7 +162,7 @@ def test_a_shard_that_does_not_open_at_a_resume_is_one_skipped_item(num_workers:
     how: Any = {"num_workers": num_workers, "readers": 1, "errors": "skip"}
     later = DataLoader(closed(Stateful, "2"), 4, **how)
     with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
-        got = interrupted(DataLoader(Numbers(THREE, Stateful), 4), 2, later)
+        got = interrupted(DataLoader(Shards(THREE, Stateful), 4), 2, later)
     assert got == [*all_of(THREE)[:8], *items_of("3", 4)]
 
 
@@ -216,7 +180,7 @@ def test_sizes_are_dealt_evenly_and_every_nth_without() -> None:
         (True, [["0", "1"], ["2", "3", "4", "5"]]),
         (False, [["0", "2", "4"], ["1", "3", "5"]]),
     ):
-        loader = DataLoader(Numbers(lengths, says_sizes=says_sizes), 4, readers=2)
+        loader = DataLoader(Shards(lengths, says_sizes=says_sizes), 4, readers=2)
         next(iter(loader))
         first = loader.state_dict()["readers"]["each"][0]["state"]["iterator"]
         assert first["shards"] == expected
@@ -233,7 +197,7 @@ def test_sizes_are_dealt_evenly_and_every_nth_without() -> None:
     ],
 )
 def test_names_that_are_none(given: Any, error: type[Exception], text: str) -> None:
-    class Given(Numbers):
+    class Given(Shards):
         def shards(self) -> Any:
             return given
 
@@ -243,11 +207,11 @@ def test_names_that_are_none(given: Any, error: type[Exception], text: str) -> N
 
 def test_changed_shards_are_refused_with_their_names() -> None:
     loader, other, moved = (
-        DataLoader(Numbers({str(i): 9 for i in names}), 3, readers=2)
+        DataLoader(Shards({str(i): 9 for i in names}), 3, readers=2)
         for names in (range(6), range(1, 12), (5, 2, 4, 0, 1, 3))
     )
     next(iter(loader))
-    text = r"6 are new \('6', '7', '8', …\) and 1 is gone \('0'\): give Numbers new_shards='append'"
+    text = r"6 are new \('6', '7', '8', …\) and 1 is gone \('0'\): give Shards new_shards='append'"
     with pytest.raises(ValueError, match=text):
         list(resumed(saved(loader), other))
     got = [0, 1, 2, *numbers(resumed(saved(loader), moved))]
@@ -263,7 +227,7 @@ def check_returns(seed: int) -> None:
     states: list[Any] = [None] * count
     since, got, left = [0] * count, list[int](), set[int]()
     for run in range(5):
-        dataset = Numbers(lengths, cursor, says_sizes, seed=order, new_shards="append")
+        dataset = Shards(lengths, cursor, says_sizes, seed=order, new_shards="append")
         known = copy.deepcopy(states)
         for number in range(count):
             if run < 4 and rng.random() < 0.3:  # it gives nothing in this run
@@ -303,7 +267,7 @@ def test_shards_that_come_back() -> None:
         check_returns(seed)
 
 
-class Failing(Numbers):
+class Failing(Shards):
     """Shard "1" cannot be opened, the generator of "2" raises at its third item, the cursor of "3" at its second."""
 
     closed = "1"
@@ -322,7 +286,7 @@ class Failing(Numbers):
 
 class Stumbling(Cursor):
     def __next__(self) -> int:
-        item = super().__next__()
+        item: int = super().__next__()
         if item == 3001:
             raise KeyError(item)
         return item
@@ -374,7 +338,7 @@ def test_a_shard_that_has_become_shorter_and_a_skip_without_a_number() -> None:
             self.at += n
 
     loader, shorter, silent = (
-        DataLoader(Numbers({"0": length, "1": 9}, cursor), 5, readers=1)
+        DataLoader(Shards({"0": length, "1": 9}, cursor), 5, readers=1)
         for length, cursor in ((9, iter), (3, iter), (9, Silent))
     )
     next(iter(loader))
@@ -391,10 +355,10 @@ def test_what_skip_raises_names_the_shard_and_ends_the_reader() -> None:
 
     class Raising(Seeking):
         def skip(self, n: int) -> int:
-            raise StopIteration if self.items.start else KeyError("broken")
+            raise StopIteration if self.numbers.start else KeyError("broken")
 
     for lengths, kind in (({"0": 9, "1": 9}, "KeyError: 'broken'"), ({"1": 9}, "StopIteration")):
-        items = iter(Numbers(lengths, Raising))
+        items = iter(Shards(lengths, Raising))
         next(items)
         text = rf"skip\(3\) of the iterator of shard '.' raised {kind}"
         with pytest.raises(RuntimeError, match=text):
@@ -403,7 +367,7 @@ def test_what_skip_raises_names_the_shard_and_ends_the_reader() -> None:
 
 
 def test_a_shard_whose_opening_raises_the_end_is_not_the_end() -> None:
-    class Headed(Numbers):
+    class Headed(Shards):
         def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
             found = iter(items_of(name, self.lengths[name]))
             next(found)
@@ -417,7 +381,7 @@ def test_a_shard_whose_opening_raises_the_end_is_not_the_end() -> None:
 
 
 def test_a_state_of_other_readers_is_refused() -> None:
-    dataset = Numbers({"0": 9, "1": 9})
+    dataset = Shards({"0": 9, "1": 9})
     state = iter(dataset).state_dict()
     state["shards"].append([])
     with pytest.raises(ValueError, match="one of 2 readers, and there are 1: use readers=2"):
@@ -426,7 +390,7 @@ def test_a_state_of_other_readers_is_refused() -> None:
 
 def test_torchs_loader_reads_and_shuffles_alike() -> None:
     """A worker of torch's is a reader; the order follows from (seed, epoch)."""
-    dataset = Numbers({str(i): 5 for i in range(9)}, seed=2)
+    dataset = Shards({str(i): 5 for i in range(9)}, seed=2)
     orders = []
     for epoch in range(2):
         dataset.set_epoch(epoch)
@@ -441,9 +405,9 @@ def test_what_depends_on_where_shards_end_refuses_other_ones(mixes: bool) -> Non
     """It would lose and repeat items, as what was drawn near the end is drawn anew."""
 
     def loader(count: int) -> Any:
-        dataset: Any = Numbers({str(i): 9 for i in range(count)}, seed=1, new_shards="append")
+        dataset: Any = Shards({str(i): 9 for i in range(count)}, seed=1, new_shards="append")
         if mixes:
-            others = Numbers({"50": 9, "51": 9})
+            others = Shards({"50": 9, "51": 9})
             dataset = minato.mix({"new": dataset, "old": others}, {"new": 3, "old": 1})
         else:
             dataset = minato.shuffle(dataset, 4, seed=1)
@@ -470,7 +434,7 @@ def test_other_shards_are_refused_whatever_states_are_kept(
     how["errors"] = errors  # what is refused is no sample
 
     def make(names: str, **options: Any) -> Any:
-        return DataLoader(Numbers(dict.fromkeys(names, 9), **options), 4, **how)
+        return DataLoader(Shards(dict.fromkeys(names, 9), **options), 4, **how)
 
     loader = make("23")
     got = numbers(itertools.islice(loader, 2))
@@ -487,7 +451,7 @@ def test_a_shard_that_is_gone_whose_items_are_to_be_passed_over(errors: str) -> 
     how: Any = {"num_workers": 1, "readers": 1, "snapshot_every_n_steps": 100, "errors": errors}
 
     def make(names: str) -> Any:
-        return DataLoader(Numbers(dict.fromkeys(names, 9), new_shards="append"), 4, **how)
+        return DataLoader(Shards(dict.fromkeys(names, 9), new_shards="append"), 4, **how)
 
     loader = make("123")
     assert len(list(itertools.islice(loader, 3))) == 3
@@ -498,9 +462,7 @@ def test_a_shard_that_is_gone_whose_items_are_to_be_passed_over(errors: str) -> 
 @pytest.mark.filterwarnings("ignore:1 is gone")
 def test_a_shard_that_is_gone_before_items_that_were_delivered_out_of_order() -> None:
     """Other items would come in the place of those, or again."""
-    whole, fewer = (
-        Numbers(dict.fromkeys(names, 4), new_shards="append") for names in ("123", "13")
-    )
+    whole, fewer = (Shards(dict.fromkeys(names, 4), new_shards="append") for names in ("123", "13"))
     state = saved(iter(whole))
 
     def resumed_after(delivered: int) -> Iterator[int]:
@@ -522,7 +484,7 @@ def test_shards_that_change_twice_in_a_row() -> None:
     """The second time nothing was kept but what the first resumed run began with."""
     how: Any = {"readers": 2, "num_workers": 1, "snapshot_every_n_steps": 100}
     loaders = (
-        DataLoader(Numbers(dict.fromkeys(names, 8), new_shards="append"), 4, **how)
+        DataLoader(Shards(dict.fromkeys(names, 8), new_shards="append"), 4, **how)
         for names in ("123", "1234", "12345", "12345")
     )
     assert sorted(in_runs(loaders, (2, 1, 2, None))) == all_of(dict.fromkeys("12345", 8))
@@ -531,7 +493,7 @@ def test_shards_that_change_twice_in_a_row() -> None:
 # ---- lost connections -----------------------------------------------------------------------
 
 
-class Remote(Numbers):
+class Remote(Shards):
     """Each call of ``shards()``, ``iter_shard()``, ``next()`` and ``skip()`` may find the connection lost."""
 
     def __init__(self, lengths: Mapping[str, int], rng: random.Random, **options: Any) -> None:
@@ -592,7 +554,7 @@ def test_lost_connections_lose_no_item(cursor: Any, seed: int) -> None:
     lengths = {str(i): rng.choice([0, 1, 5, 9]) for i in range(4)}
     known: list[Remote] = []
     known[:] = [Remote(lengths, rng, cursor=losing(cursor, known), seed=seed)]
-    expected = [*iter(Numbers(lengths, seed=seed))]
+    expected = [*iter(Shards(lengths, seed=seed))]
     items, found = iter(known[0]), []
     while len(found) < len(expected):
         for _ in range(rng.randint(0, 6)):
@@ -615,7 +577,7 @@ class Dead(Cursor):
     tries: list[int]
 
     def __next__(self) -> int:
-        item = super().__next__()
+        item: int = super().__next__()
         if item % 1000 in (1, 3):
             self.tries.append(item)
             raise ConnectionResetError(item)
@@ -624,7 +586,7 @@ class Dead(Cursor):
 
 def test_attempts_end_with_the_error_at_its_place() -> None:
     Dead.tries = []
-    dataset = Numbers({"0": 6}, Dead, retry=Retry(3, first_s=0))
+    dataset = Shards({"0": 6}, Dead, retry=Retry(3, first_s=0))
     loader = DataLoader(dataset, 1, readers=1, errors="skip")
     with pytest.warns(MinatoWarning, match="2 samples of this epoch were skipped"):
         assert numbers(loader) == [0, 2, 4, 5]
@@ -640,7 +602,7 @@ def test_attempts_end_with_the_error_at_its_place() -> None:
 
 
 def test_an_error_that_is_no_lost_connection_counts_at_once() -> None:
-    class Picky(Numbers):
+    class Picky(Shards):
         def is_transient(self, error: Exception) -> bool:
             return not str(error)
 
@@ -685,7 +647,7 @@ def test_interruptions_lose_no_item(
         raise KeyboardInterrupt
 
     states: list[Any] = []
-    dataset = Numbers({"0": 6}, once)
+    dataset = Shards({"0": 6}, once)
     items = iter(dataset)
     assert [*itertools.islice(items, 3)] == [0, 1, 2]
     with monkeypatch.context() as patch:
@@ -700,7 +662,7 @@ def test_interruptions_lose_no_item(
 
 
 def test_a_connection_that_stays_lost_where_items_come_again_is_the_error() -> None:
-    class Broken(Numbers):
+    class Broken(Shards):
         is_broken = False
 
         def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
