@@ -245,13 +245,8 @@ def _folder() -> str:
 
 
 if __name__ == "__main__":
-    programs = (
-        *(ddp, shared, resumed, bereaved, bereaved_and_going_on, accelerated, lightning),
-        *(accelerate_checkpoint, lightning_checkpoint),
-    )
-    program = next(each for each in programs if each.__name__ == sys.argv[1])
     with engines() as seen:
-        result = program()
+        result = globals()[sys.argv[1]]()
     print(json.dumps({**result, "engines": seen()}))
     if dist.is_initialized():
         # Else gloo's threads may be at work when the interpreter has ended.
