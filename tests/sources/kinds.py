@@ -6,7 +6,7 @@ import io
 import os
 import sqlite3
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -184,7 +184,7 @@ def s3(folder: Path, stack: ExitStack) -> Kind:
     store = servers.s3_store(settings)
     for i in range(COUNT):
         obstore.put(store, f"train/{name_of(i)}", record(i))
-    obstore.put(store, "shards/first.tar", tar_of(range(COUNT)))
+    obstore.put(store, "shards/first.tar", records_tar(COUNT))
     plain = {"client_options": {"allow_http": True}}
 
     def make(url: str = "s3://minato/train", **given: Any) -> Any:
@@ -193,14 +193,18 @@ def s3(folder: Path, stack: ExitStack) -> Kind:
     return Kind(make, name_of, of_bytes, server, "secret_access_key", worker_method="thread")
 
 
-def tar_of(numbers: Sequence[int]) -> bytes:
+def tar_of(members: Iterable[tuple[str, bytes]]) -> bytes:
     to = io.BytesIO()
     with tarfile.open(fileobj=to, mode="w") as archive:
-        for i in numbers:
-            info = tarfile.TarInfo(f"{name_of(i)}.bin")
-            info.size = len(record(i))
-            archive.addfile(info, io.BytesIO(record(i)))
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
     return to.getvalue()
+
+
+def records_tar(count: int) -> bytes:
+    return tar_of((f"{name_of(i)}.bin", record(i)) for i in range(count))
 
 
 KINDS = {make.__name__: make for make in (sqlite, parquet, folder, files, cassandra, s3)}

@@ -17,7 +17,7 @@ import pytest
 
 import minato
 from minato.sources.base import MissingKey, Retry, SourceError, TruncatedObject
-from tests.sources.kinds import COUNT, Kind, name_of, of_bytes, record, tar_of
+from tests.sources.kinds import COUNT, Kind, name_of, of_bytes, record, records_tar
 
 pytest.importorskip("obstore", reason="obstore is not installed: install the extra 'test'")
 
@@ -249,7 +249,7 @@ def test_processes_that_list_and_read(tmp_path: Path) -> None:
 
 
 def test_the_keys_of_a_tar_of_nothing(tmp_path: Path) -> None:
-    (tmp_path / "empty.tar").write_bytes(tar_of([]))
+    (tmp_path / "empty.tar").write_bytes(records_tar(0))
     assert tar_members(Objects(f"file://{tmp_path}", decode=of_bytes), "empty.tar") == {}
 
 
@@ -282,7 +282,7 @@ def test_headers_of_a_tar_file_are_read_again_after_lost_connections(
             return self._file.read(nbytes)
 
     monkeypatch.setattr(obstore, "open_reader", Breaking)
-    (tmp_path / "a.tar").write_bytes(tar_of(range(COUNT)))
+    (tmp_path / "a.tar").write_bytes(records_tar(COUNT))
     source = Objects(f"file://{tmp_path}", **THRICE)
     assert len(tar_members(source, "a.tar")) == COUNT
     assert source.retries >= COUNT // 50
@@ -302,6 +302,6 @@ def test_headers_of_a_tar_file_are_read_again_after_lost_connections(
     ],
 )
 def test_a_damaged_tar_file_is_no_shorter_one(damage: Any, text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(damage(tar_of(range(10))))
+    (tmp_path / "a.tar").write_bytes(damage(records_tar(10)))
     with pytest.raises(SourceError, match=rf"cannot read tar file 'a\.tar': .*{text}"):
         tar_members(Objects(f"file://{tmp_path}"), "a.tar")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import itertools
 import tarfile
 import threading
@@ -18,17 +17,14 @@ import pytest
 from minato import DataLoader, MinatoWarning
 from minato.sources.base import Retry, SourceError
 from minato.sources.tars import TarShards
+from tests.sources.kinds import tar_of
 from tests.streams.streams import in_runs, interrupted, resumed, saved
 
 COUNT, SHARDS = 10, 4
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> str:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    path.write_bytes(tar_of(members))
     return str(path)
 
 
@@ -228,7 +224,7 @@ def test_a_damaged_file_is_an_error_that_names_it(
 ) -> None:
     """And the other files go on, if the error is skipped."""
     good = write_tar(tmp_path / "1.tar", members(1))
-    data = damage(Path(write_tar(tmp_path / "0.tar", members(0))).read_bytes())
+    data = damage(tar_of(members(0)))
     bad = tmp_path / ("0.tar.gz" if packs else "0.tar")
     bad.write_bytes(gzip.compress(data) if packs else data)
     shards = TarShards([str(bad), good])
@@ -250,7 +246,7 @@ def test_a_file_that_is_no_tar_file_is_called_so(data: bytes, tmp_path: Path) ->
 def test_an_archive_ends_with_a_block_of_zeros(tmp_path: Path) -> None:
     """What follows is not read. Without such a block nobody knows whether the file is whole."""
     path = tmp_path / "0.tar"
-    data = Path(write_tar(path, members(0))).read_bytes().rstrip(b"\0")
+    data = tar_of(members(0)).rstrip(b"\0")
     data += bytes(-len(data) % tarfile.BLOCKSIZE)
     for blocks, text in ((1, b""), (2, b""), (100, b""), (1, b"text")):
         path.write_bytes(data + bytes(blocks * tarfile.BLOCKSIZE) + text)
@@ -268,7 +264,7 @@ def test_a_wrong_checksum_of_a_gzip_file_is_an_error(
     count: int, blocks: int, tmp_path: Path
 ) -> None:
     """Wherever the archive ends in it."""
-    data = Path(write_tar(tmp_path / "0.tar", members(0, count))).read_bytes()
+    data = tar_of(members(0, count))
     packed = bytearray(gzip.compress(data + bytes(blocks * tarfile.BLOCKSIZE)))
     path = tmp_path / "0.tar.gz"
     path.write_bytes(packed)
@@ -346,13 +342,9 @@ def unsteady() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
     "block_size", [2000, 0]
 )  # so small that a file takes several requests; 0: one
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
-def test_lost_connections_lose_no_sample(
-    suffix: str, block_size: int, unsteady: Any, tmp_path: Path
-) -> None:
+def test_lost_connections_lose_no_sample(suffix: str, block_size: int, unsteady: Any) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: install 'test'")
-    files = {
-        f"/{i}{suffix}": Path(write_tar(tmp_path / "a", members(i))).read_bytes() for i in range(4)
-    }
+    files = {f"/{i}{suffix}": tar_of(members(i)) for i in range(4)}
     if suffix == ".tar.gz":
         files = {name: gzip.compress(data) for name, data in files.items()}
     home = unsteady(files)
