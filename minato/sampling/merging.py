@@ -46,7 +46,7 @@ def merge_states(states: Iterable[PlainState], *, same_step: bool = False) -> Pl
         return _merged_streams(by_rank)
     if len(by_rank) == _rank_of(first)[1]:
         return _merged_indices(by_rank)
-    _check_alike(by_rank, _steps)
+    _check_alike(by_rank, lambda state: {"the number of its batches": state["done"]["batches"]})
     return of_all_ranks(first)
 
 
@@ -129,11 +129,6 @@ def _shared_facts(state: PlainState) -> PlainState:
     shared["the batch size of a rank"] = dealing["batch_size"]
     shared["what other numbers of ranks did before"] = state["earlier"]
     return shared
-
-
-def _steps(state: PlainState) -> PlainState:
-    """How many batches a rank had, where one state stands for all."""
-    return {"the number of its batches": state["done"]["batches"]}
 
 
 def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
