@@ -90,6 +90,12 @@ def test_patched(tmp_path: Path) -> None:
     assert running.model.seen == list(range(8))
 
 
+def test_not_patched(tmp_path: Path) -> None:
+    with engines() as seen:
+        trainer(tmp_path).train()
+    assert "BatchIterator" not in seen()
+
+
 def test_a_loader_of_our_own(tmp_path: Path) -> None:
     with engines() as seen:
         running = trainer(tmp_path, Ours)
