@@ -122,9 +122,9 @@ class Server:
             _kill(self._process.pid)
         self.stop()
 
-    def restart(self, down_s: float = 0.2) -> None:
+    def restart(self) -> None:
         self.stop()
-        time.sleep(down_s)
+        time.sleep(0.2)
         self.start()
 
 
@@ -249,11 +249,11 @@ def s3_servers(folder: Path) -> tuple[Server, Server, dict[str, Any]]:
     )
 
 
-def s3_store(settings: dict[str, Any], **more: Any) -> Any:
+def s3_store(settings: dict[str, Any]) -> Any:
     from obstore.store import from_url
 
     options: Any = {"allow_http": True}
-    return from_url("s3://minato", client_options=options, **settings, **more)
+    return from_url("s3://minato", client_options=options, **settings)
 
 
 def remove(folder: Path) -> None:

@@ -495,20 +495,18 @@ class InterruptedCursor(Cursor):
         return self.interrupt(super().__next__())
 
 
-class InterruptedIterator(Split):
+class Interrupted(Split):
     def __init__(self, size: int, interrupt: Interrupting) -> None:
         super().__init__(size)
         self.interrupt = interrupt
 
+
+class InterruptedIterator(Interrupted):
     def __iter__(self) -> Any:
         return InterruptedCursor(self.numbers(), self.interrupt)
 
 
-class InterruptedGenerator(DatasetState):
-    def __init__(self, size: int, interrupt: Interrupting) -> None:
-        super().__init__(size)
-        self.interrupt = interrupt
-
+class InterruptedGenerator(Interrupted, DatasetState):
     def __iter__(self) -> Iterator[Any]:
         for number in super().__iter__():
             yield self.interrupt(number)
