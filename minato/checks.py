@@ -138,7 +138,10 @@ def check_undivided(dataset: object) -> None:
 
 
 def check_whole(name: str, value: object, least: int | None, most: int | None = None) -> int | None:
-    """An integer from ``least`` to ``most``, or None; NumPy's integers are the integers that they equal."""
+    """An integer, or None; NumPy's integers are the integers that they equal.
+
+    With ``least`` it is a number of something: from there to ``most``, by default the largest of 64 bits.
+    """
     return None if value is None else given_whole(name, value, least, most)
 
 
@@ -149,6 +152,8 @@ def given_whole(name: str, value: object, least: int | None, most: int | None = 
         raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give an integer")
     if least is not None and found < least:
         raise ValueError(f"{name}={found} is too small: give at least {least}")
+    if most is None and least is not None:
+        most = (1 << 63) - 1
     if most is not None and found > most:
         raise ValueError(f"{name}={found} is too large: give at most {most}")
     return found

@@ -21,6 +21,8 @@ __all__ = ["Consumer", "Group", "make_consumers"]
 
 _LIVENESS_S = 1.0
 """How often a waiting consumer checks whether the threads that it waits for are alive."""
+_MOST = 4096
+"""Each is for a thread."""
 
 
 _Outcome = tuple[Any, Exception | None]
@@ -222,7 +224,7 @@ def make_consumers(
     if (n is None) == (devices is None):
         raise ValueError(f"n={n} and devices={devices}: give one of the two")
     if devices is None:
-        places: list[torch.device | None] = [None] * given_whole("n", n, 1)
+        places: list[torch.device | None] = [None] * given_whole("n", n, 1, _MOST)
     else:
         refuse_one("devices", devices)
         found = [check_device(device) for device in devices]

@@ -143,7 +143,7 @@ def _wrong_type(name: str, value: object, remedy: str) -> TypeError:
 
 
 def _whole(
-    least: int, other: str | None = None, most: int = _INT64 - 1
+    least: int, other: str | None = None, most: int | None = None
 ) -> Callable[[str, Any], Any]:
     def check(name: str, value: object) -> Any:
         is_other = isinstance(value, str) and value == other
@@ -153,7 +153,7 @@ def _whole(
 
 
 def _given_whole(least: int) -> Callable[[str, Any], Any]:
-    return lambda name, value: given_whole(name, value, least, _INT64 - 1)
+    return lambda name, value: given_whole(name, value, least)
 
 
 def _positive_seconds(name: str, value: object) -> Any:
@@ -300,7 +300,7 @@ def _stragglers(name: str, value: object) -> StragglerPolicy:
 def _fetch(name: str, value: object) -> FetchOptions:
     if isinstance(value, FetchOptions):
         return value
-    return FetchOptions.uncounted(check_whole(name, value, 1, _INT64 - 1) or 1)
+    return FetchOptions.uncounted(check_whole(name, value, 1) or 1)
 
 
 def _workers(name: str, value: object) -> Any:
@@ -930,7 +930,7 @@ class Readers(_Group):
 def _readers(name: str, value: object) -> Readers | None:
     if value is None or isinstance(value, Readers):
         return value
-    return Readers(check_whole(name, value, 1, _INT64 - 1))
+    return Readers(check_whole(name, value, 1))
 
 
 # ---- batches ----------------------------------------------------------------------------------

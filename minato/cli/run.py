@@ -41,8 +41,14 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide the command line of ``minato run``: its own part, and what the script gets, unchanged."""
-    end = next((i for i, each in enumerate(arguments[1:], 2) if each[:1] != "-"), len(arguments))
-    return list(arguments[:end]), list(arguments[end:])
+    own = list(arguments)
+    for i, each in enumerate(own[1:], 1):
+        if each[:2] == "-m" and len(each) > 2:  # python -mMODULE
+            own[i : i + 1] = "-m", each[2:]
+            return own[: i + 2], own[i + 2 :]
+        if each[:1] != "-":
+            return own[: i + 1], own[i + 1 :]
+    return own, []
 
 
 def _run(options: argparse.Namespace) -> None:

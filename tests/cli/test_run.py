@@ -350,7 +350,7 @@ def test_what_cannot_be_run(tmp_path: Path, command: str, status: int, words: st
 def test_a_package_that_lacks_another_says_so(tmp_path: Path) -> None:
     (tmp_path / "lacking").mkdir()
     (tmp_path / "lacking/__init__.py").write_text("import lack")
-    done = run(tmp_path, *RUN, "-m", "lacking.module")
+    done = run(tmp_path, *RUN, "-mlacking.module", "-m", "other")
     assert done.returncode == 1
     assert done.stderr.endswith("ModuleNotFoundError: No module named 'lack'\n")
 

@@ -299,6 +299,7 @@ def test_what_is_asked_for_is_checked() -> None:
     loader = DataLoader(Numbers(3))
     for n, devices, match in (
         (0, None, "n=0 is too small"),
+        (10**30, None, f"n={10**30} is too large: give at most 4096"),
         (None, None, "give one of the two"),
         (2, ["meta"], "give one of the two"),
         (None, [], r"devices=\[\] is empty"),
