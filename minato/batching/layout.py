@@ -179,7 +179,7 @@ class Layout:
         """
         tensors = [
             _viewed(buffer, dtype, numel, offset + start, shape)
-            for dtype, numel, start, shape in self._plan(n).tensors
+            for dtype, numel, start, shape in (self._plans.get(n) or self._plan(n)).tensors
         ]
         columns = zip(*texts, strict=True) if self.num_texts else ()
         return self._collated(iter(tensors), iter(columns))

@@ -386,9 +386,7 @@ class Engine(BatchSource):
         if item.records is None:
             item.records = [*self._state_of(item), *self._dispatcher.records(item)]
         if not item.is_prepared:
-            used_bytes = self._dispatcher.nbytes(item)
-            self._dispatcher.read(item, used_bytes)
-            self._dispatcher.discard(item)
+            used_bytes = self._dispatcher.read(item)
             self._prepare_workers(item)
             if self._prefetcher is not None:
                 self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
@@ -412,7 +410,7 @@ class Engine(BatchSource):
     def _prepare_workers(self, item: OpenBatch) -> None:
         """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
         try:
-            if self._early_start is not None:
+            if self._early_start is not None and self.ledger.slow_ns:
                 self._early_start.learn(item.record)
             if not self._dispatcher.top_up():
                 return

@@ -90,7 +90,7 @@ class RetiringBatches:
 
     def records(self, item: OpenBatch) -> list[Callable[[], object]]:
         """Return the functions that record the samples of a batch as delivered or skipped."""
-        ledger, progress, start = self.ledger, self._progress_of(item), _start(item)
+        ledger, (progress, start) = self.ledger, _epoch_of(item)
         records: list[Callable[[], object]] = []
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
         item.num_samples = len(item.indices)
@@ -116,16 +116,15 @@ class RetiringBatches:
 
     def note_skipped(self, item: OpenBatch) -> None:
         """Record all samples of a batch as skipped, which is dropped because of skipped samples."""
-        progress = self._progress_of(item)
+        progress, start = _epoch_of(item)
         if self.keeps_places and self.skips:
-            progress.skipped(self.ledger.skipped(item.record), _start(item))
-        progress.skipped(self.ledger.occupants(item.record), _start(item))
+            progress.skipped(self.ledger.skipped(item.record), start)
+        progress.skipped(self.ledger.occupants(item.record), start)
 
     def note_missing(self, item: OpenBatch) -> None:
         """Record that a batch has no items, because their reader has ended before."""
-        positions = range(item.first, item.first + len(item.indices))
-        progress = self._progress_of(item)
-        progress.drop(positions, _start(item))
+        progress, start = _epoch_of(item)
+        progress.drop(range(item.first, item.first + len(item.indices)), start)
         progress.tell()
 
     def add_empty(self, item: OpenBatch) -> None:
@@ -145,18 +144,14 @@ class RetiringBatches:
             item.is_discarded = True
             self.storage.discard(item.record, item.slot)
 
-    @staticmethod
-    def _progress_of(item: OpenBatch) -> Progress:
-        assert item.epoch.progress is not None
-        return item.epoch.progress
-
     def sweep(self) -> None:
         """Free the records of batches none of whose samples still run."""
         for item in self.returned[:]:
             if item.retired or self.keeps_places or self.ledger.settled(item.record):
-                progress, are_mixed = item.epoch.progress, not (self.keeps_places or item.retired)
-                if self.skips and are_mixed and progress is not None:
-                    progress.skipped(self.ledger.skipped(item.record), _start(item))
+                are_mixed = not (self.keeps_places or item.retired)
+                if self.skips and are_mixed and item.epoch.progress is not None:
+                    progress, start = _epoch_of(item)
+                    progress.skipped(self.ledger.skipped(item.record), start)
                 self._retire(item)
                 self.returned.remove(item)
         # A sample of a cancelled epoch may take a place in any of its batches, so these end together. They also wait
@@ -187,9 +182,12 @@ class RetiringBatches:
             self.storage.slots.release(slot)
 
 
-def _start(item: OpenBatch) -> int:
-    assert item.epoch.start is not None
-    return item.epoch.start
+def _epoch_of(item: OpenBatch) -> tuple[Progress, int]:
+    """Progress and first position of the epoch of a batch that the training loop has asked for."""
+    progress, start = item.epoch.progress, item.epoch.start
+    assert progress is not None
+    assert start is not None
+    return progress, start
 
 
 def offset_in_slot(slot: Slot, nbytes: int) -> int:

@@ -290,8 +290,8 @@ class Dispatcher:
     def next(self) -> OpenBatch:
         """Wait for the batch that comes next: the same one until ``returned`` was called.
 
-        The caller reads it and calls ``records``, ``read``, ``discard`` and ``returned``. StopIteration: the epoch is
-        over. RuntimeError: a worker died, or torch's ``timeout`` is over.
+        The caller reads it and calls ``records``, ``read`` and ``returned``. StopIteration: the epoch is over.
+        RuntimeError: a worker died, or torch's ``timeout`` is over.
         """
         if not self._has_begun:
             raise StopIteration  # iter() was interrupted
@@ -343,7 +343,7 @@ class Dispatcher:
     def _is_empty(self, item: OpenBatch) -> bool:
         """Whether a complete batch has no samples to return, or is dropped as a short one; records that, if so."""
         record = self._ledger.describe(item.record)
-        if record.flags & ENDED or self._ends_short(item, record.flags):
+        if record.flags & ENDED or (self._drops_short and self._ends_short(item, record.flags)):
             self._retiring.note_missing(item)
             return True
         if not record.flags & SKIPPED:
@@ -358,9 +358,9 @@ class Dispatcher:
         return True
 
     def _ends_short(self, item: OpenBatch, flags: int) -> bool:
-        """Whether a complete batch is dropped because its reader has ended within it."""
+        """Whether the reader of a complete batch has ended within it."""
         progress = item.epoch.progress
-        if not (self._drops_short and item.bound) or flags & FAILED or progress is None:
+        if not item.bound or flags & FAILED or progress is None:
             return False
         return progress.missing(item.indices) > 0
 
@@ -383,18 +383,17 @@ class Dispatcher:
         record = self._ledger.describe(item.record)
         return record.used_nbytes or record.result_nbytes
 
-    def read(self, item: OpenBatch, batch_bytes: int) -> None:
-        """Record that a batch was read, and its slot leased or released."""
+    def read(self, item: OpenBatch) -> int:
+        """Record that a batch was read, and drop its memory apart from what its tensors view; returns its bytes."""
+        batch_bytes = self.nbytes(item)
         if self._tracer.enabled:
             now = self._tracer.now()
             self._tracer.slice("read", item.found_ns, now)
             args = {"epoch": item.epoch.number, "samples": len(item.indices)}
             self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
-
-    def discard(self, item: OpenBatch) -> None:
-        """Drop the memory of a batch that was read, apart from what its tensors view."""
         self._retiring.discard(item)
+        return batch_bytes
 
     def records(self, item: OpenBatch) -> list[Callable[[], object]]:
         """Functions that record a batch, or its error, once it is given; they need no ledger, and may be repeated."""
@@ -504,7 +503,8 @@ class Dispatcher:
                 self._ledger.shut_down(drain=True)
             self._is_dry = True
             return False
-        count = len(drawn.indices)
+        indices = drawn.indices
+        count = len(indices)
         if not self._ledger.has_room(count or 1):
             _, positions = self._ledger.capacity
             if count > positions:
@@ -513,7 +513,7 @@ class Dispatcher:
                     "batch_sampler an attribute batch_size, the size of its largest batch, or split it"
                 )
             return False
-        owner = self._assignment.choose(drawn.indices, self._held)
+        owner = self._assignment.choose(indices, self._held)
         if owner is None:
             return False
         item = self._open_batch(drawn, owner)
