@@ -419,8 +419,12 @@ ONE_CORE = {"num_workers": 1, "cores": 1.0}
 @pytest.mark.parametrize(
     ("expected", "dataset", "arguments"),
     [
-        # Long enough steps that a worker which gets no core for a while still keeps up.
-        (("step", None, None), Numbers(40), {"num_workers": 1, "steps_s": [0.3]}),
+        # Long enough steps that a worker which gets no core for a while still keeps up; a thread starts at once.
+        (
+            ("step", None, None),
+            Numbers(40),
+            {"num_workers": 1, "workers": "thread", "steps_s": [0.3]},
+        ),
         (("workers", "nap", None), Numbers(40), {**FEW, **NAP}),
         (("workers", "nap", None), Numbers(40), {**FEW, **NAP, "num_workers": 0}),
         (
