@@ -180,7 +180,8 @@ def one_node() -> Iterator[Any]:
     only = {"temp_dir": str(inside), "no_monitor": True, "include_log_monitor": False}
     cluster = Cluster()
     try:
-        with mock.patch.dict(os.environ, RAY_TMPDIR=str(folder)):
+        # By default actors give way to all other programs: on a busy machine they would never begin.
+        with mock.patch.dict(os.environ, RAY_TMPDIR=str(folder), RAY_worker_niceness="0"):
             cluster.add_node(**NODE, **only)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
             adopt()
