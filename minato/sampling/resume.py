@@ -124,12 +124,9 @@ class SamplerState:
             self._generators = [torch.default_generator, *distinct.values()]
             self._needs_default = not all(is_exactly(each, DRAWS_NOTHING) for each in samplers)
             self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
-            late = *DRAWS_NOTHING, *DRAWS_AT_FIRST
-            self._draws_in_iter = not is_exactly(self._sampler, late)
         else:
             self._generators, self._stateful = before._generators, before._stateful
             self._needs_default = before._needs_default
-            self._draws_in_iter = before._draws_in_iter
         self.num_generators, self.num_stateful = len(self._generators) - 1, len(self._stateful)
         names = ("epoch", "before_iter", "before_first", "iterator")
         self._state: dict[str, Any] = dict.fromkeys(names)
@@ -138,7 +135,9 @@ class SamplerState:
     def before_iter(self) -> None:
         """Take the states before ``iter(sampler)``; if it is called several times, the last one counts."""
         self._state["epoch"] = epoch_of(self.samplers)
-        self._state["before_iter"] = self._generator_states() if self._draws_in_iter else None
+        # The body of a generator, as torch's samplers are, runs from the first next() on.
+        is_late = inspect.isgeneratorfunction(getattr(type(self._sampler), "__iter__", None))
+        self._state["before_iter"] = None if is_late else self._generator_states()
         self._error, self._state["samplers"] = None, []
         if self._stateful:
             with self._keeping_errors():
