@@ -60,6 +60,7 @@ class Yielding(HowFar, data.DistributedSampler[int]):
 SAMPLERS: dict[str, Any] = {
     "sequential": dict,
     "shuffled": lambda: {"shuffle": True},
+    "drawn at once, alone": lambda: {"sampler": Permuted(SIZE), "batch_size": None},
     "own generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
     "sampler's generator": lambda: {
         "sampler": data.RandomSampler(Numbers(SIZE), generator=torch.Generator().manual_seed(4))
@@ -84,7 +85,6 @@ SAMPLERS: dict[str, Any] = {
         "collate_fn": torch.tensor,
     },
     "drawn at once": lambda: {"sampler": Permuted(SIZE)},
-    "drawn at once, alone": lambda: {"sampler": Permuted(SIZE), "batch_size": None},
     "drawn one by one": lambda: {"sampler": Shuffled(SIZE)},
     "stateful": lambda: {"sampler": Remembering(SIZE)},
     "alone": lambda: {"shuffle": True, "batch_size": None},
@@ -92,7 +92,7 @@ SAMPLERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("num_workers", mostly_slow([2, 0]))
-@pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=3))
+@pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=4))
 def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: int) -> None:
     def loader() -> Any:
         return make(num_workers=num_workers, **SAMPLERS[sampler]())
