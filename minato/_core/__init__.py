@@ -10,7 +10,6 @@ import importlib
 import os
 import warnings
 from time import monotonic_ns as now_ns
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 __all__ = [
@@ -58,12 +57,13 @@ DUAL_MODULES = (
 """Names of the modules that exist in both forms."""
 
 
-def _choose() -> tuple[list[ModuleType], str]:
-    """Decide once per process which backend runs, and why: the compiled modules; none for pure Python."""
+def _choose() -> tuple[bool, str]:
+    """Decide once per process which backend runs, and why."""
     if os.environ.get("MINATO_NO_EXTENSIONS", "") not in ("", "0"):
-        return [], "MINATO_NO_EXTENSIONS is set"
+        return False, "MINATO_NO_EXTENSIONS is set"
     try:
-        found = [importlib.import_module(f"minato._core._{name}_c") for name in DUAL_MODULES]
+        for name in DUAL_MODULES:
+            importlib.import_module(f"minato._core._{name}_c")
     except ImportError as error:
         reason = f"the compiled core could not be imported ({error})"
         warnings.warn(
@@ -72,12 +72,11 @@ def _choose() -> tuple[list[ModuleType], str]:
             RuntimeWarning,
             stacklevel=2,
         )
-        return [], reason
-    return found, "the compiled core was imported"
+        return False, reason
+    return True, "the compiled core was imported"
 
 
-_COMPILED, _REASON = _choose()
-USE_EXTENSIONS = bool(_COMPILED)
+USE_EXTENSIONS, _REASON = _choose()
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._counting_py import (
@@ -107,9 +106,34 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
         spread_seed,
     )
     from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
-else:  # the same names
-    for _module in _COMPILED:
-        globals().update({name: each for name, each in vars(_module).items() if name in __all__})
+else:
+    from minato._core._counting_c import (
+        HISTOGRAM_NBYTES,
+        Arrivals,
+        Calls,
+        Histogram,
+        Occurrences,
+        sum_of_hashes,
+    )
+    from minato._core._ledger_c import (
+        READY_EVENTS_OFFSET,
+        WORK_EVENTS_OFFSET,
+        BatchRecord,
+        Claim,
+        ConsumerLedger,
+        Ledger,
+        WorkerLedger,
+    )
+    from minato._core._packing_c import Packer, types_in
+    from minato._core._sample_loop_c import LEASE_NBYTES, Lease, run_samples, run_steps
+    from minato._core._seeding_c import (
+        StateSnapshot,
+        StateWriter,
+        mix_seed,
+        sample_key,
+        spread_seed,
+    )
+    from minato._core._wait_c import EVENT_COUNT_NBYTES, EventCount, SharedWords
 
 
 def implementation() -> tuple[str, str]:

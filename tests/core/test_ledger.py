@@ -310,6 +310,15 @@ def test_costs_of_a_full_batch_by_index(desk: Desk) -> None:
         desk.workers[0].note_costs(0, array.array("q", [1]), 2)
 
 
+def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) -> None:
+    batch = desk.open(3)
+    desk.claim(0, 3)
+    outcomes = [desk.fill(0, position) for position in (2, 0, 1)]
+    assert outcomes == [codes.NOT_COMPLETE, codes.NOT_COMPLETE, codes.PUBLISHED]
+    assert desk.deliver(batch) == [0, 1, 2]
+    assert desk.ledger.settled(batch)
+
+
 # ------------------------------------------------------------------------------ starting samples early
 
 

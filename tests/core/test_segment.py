@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import multiprocessing
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,8 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
-from tests.subprocesses import output
+from tests.datasets import wait_until
+from tests.subprocesses import output, python
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -142,6 +145,49 @@ except OSError as error:
     assert int(failed) == 12  # ENOMEM
 
 
+def test_it_outlives_a_killed_parent_and_then_is_gone(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, time
+from minato._core.segment import Segment
+from tests.subprocesses import fork
+segment = Segment(64 << 20)
+segment.array[:] = 1
+parent = os.getpid()
+def child():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    with open({str(tmp_path / "sum.new")!r}, "w") as file:
+        file.write(str(int(segment.array.sum())))
+    os.rename({str(tmp_path / "sum.new")!r}, {str(tmp_path / "sum")!r})
+pid = fork(child)
+print(os.fstat(segment.descriptor).st_ino, pid, flush=True)
+os.kill(parent, signal.SIGKILL)
+"""
+    done = python("-c", script)
+    assert done.returncode == -signal.SIGKILL
+    inode, pid = done.stdout.split()
+    wait_until(lambda: (tmp_path / "sum").exists() and not runs(int(pid)))
+    assert int((tmp_path / "sum").read_text()) == 64 * MIB
+    assert not any(mapped(inode))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended; nobody may have asked for its status yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def mapped(inode: str) -> list[str]:
+    """Mappings of a nameless file in all processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
+            lines += path.read_text().splitlines()
+    return [line for line in lines if "/memfd:minato" in line and line.split()[4] == inode]
+
+
 def test_it_works_without_memfd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -190,3 +236,33 @@ def test_a_few_bytes_are_read_and_written(shared: bool) -> None:
     segment.write(7, b"abc")
     assert segment.read(6, 5) == b"\0abc\0"
     assert segment.array[6:11].tobytes() == b"\0abc\0"
+
+
+CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
+
+
+@pytest.mark.skipif(
+    not CORE_PATTERN.exists() or CORE_PATTERN.read_text().startswith(("|", "/", "@")),
+    reason="core dumps go to a program or a folder of the system's: the flags in smaps are checked instead",
+)
+def test_a_core_dump_holds_and_takes_only_what_was_touched(tmp_path: Path) -> None:
+    script = f"""
+import os, resource, signal, time
+from minato._core.segment import Segment
+segments = [Segment(1 << 30), Segment(1 << 30, shared=False)]  # of which all pages are looked at
+for segment in segments:
+    segment.array[0] = 1
+child = os.fork()
+if child == 0:
+    os.chdir({str(tmp_path)!r})
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.abort()
+_, status = os.waitpid(child, 0)
+print(os.WCOREDUMP(status), os.fstat(segments[0].descriptor).st_blocks * 512)
+"""
+    dumped, nbytes = output("-c", script).split()
+    if dumped != "True":
+        pytest.skip("this machine makes no core dumps")
+    assert int(nbytes) == PAGE
+    (core,) = tmp_path.iterdir()
+    assert core.stat().st_size < 1 << 30

@@ -67,22 +67,6 @@ class CountsBehindABuffer(Mistake, whole_gate=False, kills=0, buffered=True):
             yield wake(gate.events, sleepers)
 
 
-class ReleaseRepeats(Mistake):
-    """What the dead worker had filled without having said so on the ticket goes out again."""
-
-    def is_empty(self, seq: int, place: int) -> Steps:
-        yield peek(self.tail)
-        return True
-
-
-class ClaimsWithoutLooking(Mistake, kills=0):
-    """Two workers claim the same sample."""
-
-    def grab(self, worker: int, seq: int, word: int) -> Steps:
-        yield store_sc(self.ticket[self.at(seq)], word & NUMBER | CLAIMED | worker << 4)
-        return True
-
-
 class StopIsAskedFirst(Mistake, kills=0):
     """The end may come between the answer and the look at the event count."""
 
@@ -151,6 +135,14 @@ class ReleaseForgetsBatches(Mistake, collated="yes"):
         yield peek(self.tail)
 
 
+class ReleaseRepeats(Mistake):
+    """What the dead worker had filled without having said so on the ticket goes out again."""
+
+    def is_empty(self, seq: int, place: int) -> Steps:
+        yield peek(self.tail)
+        return True
+
+
 class NobodyAdopts(Mistake, collated="yes"):
     """A full batch whose worker died is looked for by nobody."""
 
@@ -200,6 +192,14 @@ class HintHasNoGeneration(
 
     def trusted(self, hint: int, generation: int) -> int:
         return hint & (ONE_GENERATION - 1)
+
+
+class ClaimsWithoutLooking(Mistake, kills=0):
+    """Two workers claim the same sample."""
+
+    def grab(self, worker: int, seq: int, word: int) -> Steps:
+        yield store_sc(self.ticket[self.at(seq)], word & NUMBER | CLAIMED | worker << 4)
+        return True
 
 
 class BindsWithoutLooking(Mistake, large=True, **OVERDUE):

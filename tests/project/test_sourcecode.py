@@ -273,6 +273,12 @@ def test_the_lowest_versions_allowed_are_tested() -> None:
     assert f".ci/versions {python} constraints-oldest.txt" in (ROOT / "Makefile").read_text()
 
 
+def test_twins_are_listed() -> None:
+    from minato import _core
+
+    assert list(_core.DUAL_MODULES) == DUAL_MODULES
+
+
 def load(name: str, half: str) -> ModuleType:
     return importlib.import_module(f"minato._core._{name}_{half}")
 
@@ -293,6 +299,15 @@ def test_the_core_offers_the_names_of_all_twins() -> None:
     for name in DUAL_MODULES:
         for public in set(public_names(name)) & twins:
             assert getattr(_core, public) is getattr(load(name, half), public)
+
+
+@pytest.mark.parametrize("name", DUAL_MODULES)
+def test_twins_have_the_same_names_and_a_stub(name: str) -> None:
+    public = public_names(name)
+    for half in (load(name, "py"), load(name, "c")):
+        assert getattr(half, "__all__", public) == public
+        assert [missing for missing in public if not hasattr(half, missing)] == []
+    assert (CORE / f"_{name}_c.pyi").exists()
 
 
 def documentation(thing: object) -> str:
