@@ -8,7 +8,6 @@ from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObjec
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from libc.limits cimport INT_MAX
 from libc.stdint cimport INT64_MIN, UINT64_MAX, int64_t, uint32_t, uint64_t
-from libc.string cimport memset
 
 from minato._core.atomics cimport (
     mn_event_count_notify,
@@ -194,8 +193,8 @@ cdef class Ledger:
         needed = Ledger.nbytes(num_workers, batch_capacity, position_capacity)
         if needed > self.view.len:
             raise ValueError(f"a ledger of {needed} bytes does not fit {self.view.len}")
-        # The positions need no initial values: none is read before it is published.
-        memset(self.view.buf, 0, Ledger.nbytes(num_workers, batch_capacity, 0))
+        if mn_load_acquire_u64(&header.magic):
+            raise ValueError("a ledger is made in memory of zeros, and this one has been used")
         header.version = MN_LAYOUT_VERSION
         header.compiled = 1
         header.num_workers = num_workers

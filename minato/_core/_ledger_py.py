@@ -437,9 +437,9 @@ def _create(
     needed = Ledger.nbytes(num_workers, batch_capacity, position_capacity)
     if needed > size:
         raise ValueError(f"a ledger of {needed} bytes does not fit {size}")
-    # The positions need no initial values: none is read before it is published.
-    np.frombuffer(buffer, np.uint8, Ledger.nbytes(num_workers, batch_capacity, 0))[:] = 0
     header: Any = np.frombuffer(buffer, _HEADER, 1)[0]
+    if header["magic"]:
+        raise ValueError("a ledger is made in memory of zeros, and this one has been used")
     header["version"] = _VERSION
     header["num_workers"] = num_workers
     header["batch_capacity"] = batch_capacity
@@ -789,12 +789,13 @@ class ConsumerLedger(Ledger):
     """The end of the training process: it opens batches, takes what is ready, and recovers what dead workers leave.
 
     Args:
-        buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
+        buffer: Writable memory of ``Ledger.nbytes(...)`` zeros that every party maps, while the ledger lives. Only the
+            pages that are used take memory.
         sizes: ``(num_workers, batch_capacity, position_capacity)``.
         lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
-        ValueError: The memory is too small, or the sizes make no sense.
+        ValueError: The memory is too small or was used, or the sizes make no sense.
     """
 
     def __init__(self, buffer: Memory, sizes: tuple[int, int, int], lock_fd: int = -1) -> None:

@@ -55,15 +55,10 @@ def test_sizes_are_checked(twin: ModuleType) -> None:
         twin.ConsumerLedger(memory, (4, 4, 1024))
 
 
-def test_memory_that_was_used_before_is_fine(twin: ModuleType) -> None:
-    memory = mmap.mmap(-1, 1 << 16)
-    memory[:] = b"\xff" * len(memory)
-    desk = Desk(twin, memory=memory)
-    assert desk.claim(0) is None
-    desk.ledger.open_epoch(0)
-    batch = desk.open(4)
-    assert exactly(desk.work(1), range(4))
-    assert desk.deliver(batch) == [0, 1, 2, 3]
+def test_memory_that_was_used_before_is_refused(desk: Desk) -> None:
+    with pytest.raises(ValueError, match="made in memory of zeros, and this one has been used"):
+        Desk(desk.twin, memory=desk.memory)
+    assert desk.ledger.capacity == (4, 16)
 
 
 def test_a_second_party_sees_the_same_ledger(desk: Desk) -> None:
