@@ -60,12 +60,13 @@ class EngineMetrics(MetricsSource):
             self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (thread_time_ns() - began_ns))
 
     def metrics(self) -> Metrics:
-        self.costs.update(self.meters)
         counts = Counts()
         if self.failures is not None:
             self.failures.look()
             counts.update(self.failures.totals)
         counts.update(self.quick_counts())
+        if counts["busy_ns"]:  # else nobody has touched the pages of the meters
+            self.costs.update(self.meters)
         counts["slept_ns"] = 0 if self.wait_stats is None else self.wait_stats.waited_ns
         counts["pinning_ns"] = self.device_times.pinning_ns
         counts["queueing_ns"] = self.device_times.queueing_ns

@@ -136,7 +136,8 @@ class SamplerState:
         """Take the states before ``iter(sampler)``; if it is called several times, the last one counts."""
         self._state["epoch"] = epoch_of(self.samplers)
         # The body of a generator, as torch's samplers are, runs from the first next() on.
-        is_late = inspect.isgeneratorfunction(getattr(type(self._sampler), "__iter__", None))
+        code = getattr(getattr(type(self._sampler), "__iter__", None), "__code__", None)
+        is_late = code is not None and code.co_flags & inspect.CO_GENERATOR
         self._state["before_iter"] = None if is_late else self._generator_states()
         self._error, self._state["samplers"] = None, []
         if self._stateful:
