@@ -44,6 +44,7 @@ from minato._fork_safety import this_process
 from minato._support.loader_class import (
     StandIn,
     TorchDataLoader,
+    compat_of_all,
     is_being_made,
     is_made,
     made_only,
@@ -277,6 +278,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             collate_fn = theirs.collate_fn
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
+        if compat is None and compat_of_all:
+            given.update(compat=compat_of_all[-1])
         from minato.integrations import connect, counts_batches
 
         connect()

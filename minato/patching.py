@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from typing import Literal
 
 from minato._fork_safety import forget_in_children
-from minato._support.loader_class import Name, TorchDataLoader, rebind, stand_in
+from minato._support.loader_class import Name, TorchDataLoader, compat_of_all, rebind, stand_in
+from minato.checks import check_choice
 from minato.loader import DataLoader
 
 __all__ = ["patch", "unpatch"]
@@ -24,11 +26,10 @@ def _renew_lock() -> None:
 
 
 forget_in_children(_renew_lock)
-_depth = 0
 _names: list[Name] = []
 
 
-def patch() -> ExitStack:
+def patch(compat: Literal["torch"] | None = None) -> ExitStack:
     """Make ``torch.utils.data.DataLoader`` be ``minato.DataLoader``, from this call on.
 
     Every module-level name of torch's class is bound to ours, in torch and in all modules that are imported by
@@ -38,13 +39,20 @@ def patch() -> ExitStack:
     Holds for the whole process until ``unpatch()``, or for a block: ``with minato.patch(): ...``. Calls nest:
     each is undone by one ``unpatch()`` or by the end of its block.
 
+    Args:
+        compat: The argument ``compat`` of all loaders that are made without it meanwhile. ``"torch"``: random numbers
+            are torch's, too. Of calls that nest, the last one counts.
+
     Returns:
         A context manager that undoes this call when its block ends.
+
+    Raises:
+        ValueError: ``compat`` is something else.
     """
-    global _depth
+    check_choice("compat", compat, (None, "torch"))
     with _lock:
-        _depth += 1
-        if _depth == 1:
+        compat_of_all.append(compat)
+        if len(compat_of_all) == 1:
             stand_in(DataLoader)
             _names.extend(rebind(TorchDataLoader, DataLoader))
             TorchDataLoader.__module__, TorchDataLoader.__qualname__ = _OUR_NAME
@@ -59,12 +67,11 @@ def unpatch() -> None:
     With the last one, the names that were bound to our class get torch's back. A module that was first imported
     in between, and took the class from torch then, keeps ours.
     """
-    global _depth
     with _lock:
-        if _depth == 0:
+        if not compat_of_all:
             return
-        _depth -= 1
-        if _depth == 0:
+        compat_of_all.pop()
+        if not compat_of_all:
             while _names:
                 module, name = _names.pop()
                 if vars(module).get(name) is DataLoader:

@@ -62,6 +62,28 @@ def test_nested() -> None:
         assert module_level is minato.DataLoader
 
 
+class Drawing(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(2)
+
+
+def test_random_numbers_may_be_torchs() -> None:
+    def drawn() -> list[list[float]]:
+        torch.manual_seed(1)
+        loader = torch.utils.data.DataLoader(Drawing(6), 2, True, num_workers=2)
+        return [batch.flatten().tolist() for batch in loader]
+
+    torchs = drawn()
+    with minato.patch(compat="torch"):
+        assert drawn() == torchs
+        with minato.patch():
+            assert drawn() != torchs
+        loader = minato.DataLoader.from_torch(torch.utils.data.DataLoader(Numbers(4)))
+    assert (loader.compat, minato.DataLoader(Numbers(4)).compat) == ("torch", None)
+    with pytest.raises(ValueError, match="compat='pytorch'"):
+        minato.patch(compat="pytorch")  # type: ignore[arg-type]
+
+
 class Touchy:
     """No module, although it is among these."""
 

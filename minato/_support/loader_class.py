@@ -14,6 +14,7 @@ __all__ = [
     "Name",
     "StandIn",
     "TorchDataLoader",
+    "compat_of_all",
     "is_being_made",
     "is_made",
     "made_only",
@@ -25,6 +26,8 @@ Name = tuple[ModuleType, str]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _standing_in: type | None = None
+compat_of_all: list[str | None] = []
+"""``compat`` of loaders that are made without it, for each call that has put another class in torch's place."""
 
 
 def stand_in(cls: type | None) -> None:

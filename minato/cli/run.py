@@ -24,7 +24,8 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command to the parser of all."""
     parser = add_parser(
         "run",
-        usage="minato run [--full] SCRIPT [ARGUMENT ...]\n       minato run [--full] -m MODULE [ARGUMENT ...]",
+        usage="minato run [--full] [--compat] SCRIPT [ARGUMENT ...]\n"
+        "       minato run [--full] [--compat] -m MODULE [ARGUMENT ...]",
         help="run a training script with minato in place of torch's loader, and report at its end",
     )
     parser.add_argument(
@@ -32,6 +33,9 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--full", action="store_true", help="report all figures of each loader at the end"
+    )
+    parser.add_argument(
+        "--compat", action="store_const", const="torch", help="let random numbers be torch's, too"
     )
     parser.add_argument(
         "script", metavar="SCRIPT", help="a file, a directory or a zip file, or with -m a module"
@@ -58,7 +62,7 @@ def _run(options: argparse.Namespace) -> None:
         _refuse(f"there is no file {script!r}: check the path", 2)
     # Runs after the functions that the script registers with atexit.
     print_at_exit(full=options.full)
-    patch()
+    patch(options.compat)
     sys.argv = [script, *options.arguments]
     try:
         module, code = _module(script) if options.is_module else _file(script)

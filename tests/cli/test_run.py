@@ -32,12 +32,13 @@ class Mine(torch.utils.data.Dataset):  # workers that are spawned find it in __m
 
 def main():
     loader = DataLoader(Mine(), batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1])
-    print(type(loader).__module__, __name__, sys.argv[1:], [batch.tolist() for batch in loader])
+    print(type(loader).__module__, loader.compat, __name__, sys.argv[1:])
+    print([batch.tolist() for batch in loader])
 
 if __name__ == "__main__":
     main()
 """
-SEEN = "minato.loader __main__ ['{}', '--lr', '3', '-h'] [[0, 2, 4, 6], [8, 10, 12, 14]]\n"
+SEEN = "minato.loader {} __main__ ['{}', '--lr', '3', '-h']\n[[0, 2, 4, 6], [8, 10, 12, 14]]\n"
 PLAIN = """
 import torch
 from {place} import DataLoader
@@ -70,11 +71,12 @@ def job(folder: Path, source: str, *arguments: str, **variables: str) -> Any:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_script_runs_unchanged_and_is_reported(tmp_path: Path, method: str) -> None:
+    own, compat = (["--compat"], "torch") if method == "fork" else ([], None)
     (tmp_path / "job").mkdir()
     (tmp_path / "job/train.py").write_text(TRAIN)
     (tmp_path / "job/beside.py").write_text("class Numbers:\n    factor = 2\n")
-    done = run(tmp_path, *RUN, "job/train.py", method, "--lr", "3", "-h")
-    assert (done.returncode, done.stdout) == (0, SEEN.format(method))
+    done = run(tmp_path, *RUN, *own, "job/train.py", method, "--lr", "3", "-h")
+    assert (done.returncode, done.stdout) == (0, SEEN.format(compat, method))
     last = done.stderr.rpartition("\nminato: ")[2]
     assert last.startswith("loader 'Mine', 1 epoch\n2 batches are too few for a verdict.\n")
     assert last.count("\n") < 24
