@@ -33,6 +33,12 @@ _WITH_USERS = re.compile(
 )
 """Schemes of URLs where the name before an @ is a user, not a token."""
 
+_CHAINED = re.compile(r"::(?=(?:[\w+.-]+::)*[\w+.-]+://)")
+"""Stands between the URLs of a chain, as fsspec has them: ``zip://a.txt::https://host/b.zip``."""
+_PATHS = ("file", "local", "zip", "tar")
+"""Schemes of URLs that are plain paths."""
+_HOST = re.compile(r"(\[.*\]|[^:]*)(:\d*)?")
+
 _URL = re.compile(r"(?<![\w+.:-])[\w+.:-]+://[^\s'\"<>]+")
 
 _inherited: list[Any] = []
@@ -222,14 +228,18 @@ def shown_url(url: str) -> str:
 
     ValueError: The password in it contains a character that ends this part of a URL, so that libraries misread it.
     """
+    return "::".join(map(_shown, _CHAINED.split(url)))
+
+
+def _shown(url: str) -> str:
     scheme, separator, rest = url.partition("://")
-    kind = scheme.rpartition("::")[2].lower()  # fsspec chains several schemes
-    if not separator or kind in ("file", "local"):
+    kind = scheme.lower()
+    if not separator or kind in _PATHS:
         return url
     place = re.split(r"[/?#]", rest, maxsplit=1)[0]
     tail = rest[len(place) :]
     user, at, host = place.rpartition("@")
-    if "@" in tail and (":" in user or (not host.partition(":")[2].isdigit() and ":" in host)):
+    if "@" in tail and (":" in user or not _HOST.fullmatch(host)):
         raise ValueError(
             f"a URL that begins with {scheme}:// has a password with one of the characters / ? # in it: give these as "
             "%2F, %3F and %23"

@@ -36,8 +36,11 @@ T = TypeVar("T")
 _GROUPS, _ROWS = 0, 1
 """The purpose of a generator, a part of its seed after (seed, epoch)."""
 
-_FILTERED = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-"""Types of columns of which Arrow cannot select rows, and those that it makes of them."""
+_READ_AS = {
+    **dict.fromkeys((pa.string(), pa.string_view()), pa.large_string()),
+    **dict.fromkeys((pa.binary(), pa.binary_view()), pa.large_binary()),
+}
+"""Types of columns that hold at most 2 GiB, or of which Arrow cannot select rows, and those that it makes of them."""
 
 _Get = Callable[[int], Any]
 _Rows = tuple[int, Callable[[int], Row]]
@@ -138,7 +141,7 @@ def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """
     columns: dict[str, pa.Field] = {}
     for given in itertools.chain(*schemas):
-        field = given.with_type(_FILTERED.get(given.type, given.type))
+        field = given.with_type(_READ_AS.get(given.type, given.type))
         known = columns.setdefault(field.name, field)
         if known.type != field.type:
             both = [pa.schema([known]), pa.schema([field])]

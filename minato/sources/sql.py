@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.request import pathname2url
+from urllib.parse import quote
 
 from minato._fork_safety import held_off_forks
 from minato.checks import refuse_one
@@ -173,7 +174,7 @@ class SQLite(TableSource):
     def open_connection(self) -> sqlite3.Connection:
         if not self.path.exists():
             raise FileNotFoundError(self.path)
-        url = f"file:{pathname2url(str(self.path.absolute()))}?mode="
+        url = f"file://{quote(os.fsencode(self.path.absolute()))}?mode="
         if Path(f"{self.path}-journal").exists():
             # A writer may have been killed; what it left half-done is undone by the first reader that may write.
             with closing(sqlite3.connect(url + "rw", uri=True, timeout=_BUSY_S)) as recovering:

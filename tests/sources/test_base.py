@@ -194,6 +194,16 @@ def test_what_only_looks_as_if_it_might_pass(tmp_path: Path) -> None:
         assert source.retries == 0
 
 
+@pytest.mark.parametrize("name", ["a?b#c%41.db", "\udcff é.db"])
+def test_sqlite_opens_files_of_any_name(name: str, tmp_path: Path) -> None:
+    path = database(
+        tmp_path / name, "CREATE TABLE t (id INTEGER PRIMARY KEY)", "INSERT INTO t VALUES (1)"
+    )
+    for each in (path, f"/{path}"):
+        with closing(SQLite(each, "t")) as source:
+            assert source.keys == [1]
+
+
 def test_sqlite_takes_names_in_any_case_and_answers_with_those_asked_for(tmp_path: Path) -> None:
     path = database(
         tmp_path / "a.db",
@@ -255,6 +265,10 @@ def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sftp://me:hush@hush@host/data", "sftp://me@host/data"),
         ("sftp://me@host/data", "sftp://me@host/data"),
         ("simplecache::https://me:hush@host/a", "simplecache::https://host/a"),
+        ("zip://a@b::sftp://me:hush@host/a.zip", "zip://a@b::sftp://me@host/a.zip"),
+        ("zip://*::https://host/a@b.zip?sig=hush", "zip://*::https://host/a@b.zip"),
+        ("http://hush@[::1]:9000/box@2", "http://[::1]:9000/box@2"),
+        ("https://me:hu::sh@host/data", "https://host/data"),
         ("hf://datasets/me/photographs@main/a", "hf://datasets/me/photographs@main/a"),
         ("http://host:9000/box@2", "http://host:9000/box@2"),
         ("file:///data/run#3?a", "file:///data/run#3?a"),

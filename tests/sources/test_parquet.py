@@ -142,6 +142,15 @@ def test_views_are_strings_and_rows_are_selected_by_them(kind: Any, tmp_path: Pa
     assert ids(ParquetStream(tmp_path, ["id"], where=ds.field("id") < 2)) == [0, 1]
 
 
+def test_columns_of_texts_may_hold_more_than_two_gibibytes(tmp_path: Path) -> None:
+    kinds = [pa.string(), pa.string_view(), pa.binary(), pa.binary_view()]
+    texts = pa.table({str(kind): pa.array(["a"] * 4, kind) for kind in kinds})
+    pq.write_table(texts, tmp_path / "a.parquet")
+    with mock.patch("minato.sources.parquet._rows_of", lambda read: read.schema.types.__getitem__):
+        found = list(ParquetStream(tmp_path / "a.parquet"))
+    assert found == [pa.large_string()] * 2 + [pa.large_binary()] * 2
+
+
 def test_a_row_group_is_read_once_as_long_as_it_is_kept(folder: Path) -> None:
     source = Parquet(folder, ["id"], kept_groups=2)
     with mock.patch.object(source._groups, "read", wraps=source._groups.read) as read:
