@@ -47,7 +47,7 @@ def shared_integers(*shape: int) -> torch.Tensor:
 
 
 class SharedIntegers:
-    """A tensor of :func:`shared_integers`, which children of multiprocessing share; other pickles have what is not 0.
+    """A tensor of :func:`shared_integers`, which children and deep copies share; other pickles have what is not 0.
 
     Attributes:
         array: The memory, which is quicker than a tensor.
@@ -55,6 +55,10 @@ class SharedIntegers:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self.array = tensor, tensor.numpy()
+
+    def __deepcopy__(self, memo: object) -> SharedIntegers:
+        """Readers of a stream have copies of the dataset, and share its numbers."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         places = self.array.nonzero()

@@ -170,6 +170,10 @@ class _Secret:
         """The name: a new password does not change the identity of a source."""
         return self._name
 
+    def __deepcopy__(self, memo: object) -> _Secret:
+        """Itself: each reader of a stream has a copy of the dataset, in this process."""
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:  # the rule of multiprocessing's own keys
             raise TypeError(

@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
-from minato._support.counters import Counters, shared_integers
+from minato._support.counters import Counters, SharedIntegers, shared_integers
 from minato._support.values import message_of
 from minato.checks import check_shard, check_whole, given_whole, refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
@@ -294,16 +294,20 @@ class ParquetStream(IterableDataset[Any]):
         self._decode = decode
         self.retry = Retry()
         self.counters = Counters("retries")
-        # In shared memory, where persistent workers see it change.
-        self._epoch = shared_integers(1)
+        # In memory that copies share, so that those of workers that persist see it change.
+        self._epoch = SharedIntegers(shared_integers(1))
+
+    @property
+    def epoch(self) -> int:
+        """What ``set_epoch`` was called with last."""
+        return int(self._epoch.array[0])
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``."""
-        self._epoch.fill_(epoch)
+        self._epoch.array[0] = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = int(self._epoch)
-        rows = self._shuffled(epoch) if self._seed is not None else self._in_order()
+        rows = self._shuffled(self.epoch) if self._seed is not None else self._in_order()
         return rows if self._decode is None else map(self._decode, rows)
 
     def _mine(self, numbers: Sequence[int]) -> Sequence[int]:

@@ -61,13 +61,10 @@ def _reader() -> int:
 
 
 class Tally:
-    """Whole numbers of each reader, in memory that copies of a dataset in other processes share."""
+    """Whole numbers of each reader, in memory that all copies of a dataset share."""
 
     def __init__(self, columns: int) -> None:
         self._rows = SharedIntegers(shared_integers(_MOST_READERS, columns))
-
-    def __deepcopy__(self, memo: object) -> Tally:
-        return self
 
     def __fingerprint__(self) -> None:
         """Numbers change with each item, and no item with them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import sqlite3
@@ -246,6 +247,7 @@ def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.values()["session_token"] == "t"
     with pytest.raises(TypeError, match="'password' is a secret and is not pickled"):
         pickle.dumps(settings)
+    assert copy.deepcopy(settings).values() == settings.values()  # as readers of a stream do
     again = pickle.loads(pickle.dumps(Settings({"password": token})))
     assert again.values() == {"password": "t"}
     monkeypatch.delenv("TOKEN_HERE")

@@ -191,14 +191,38 @@ def test_ranks_and_workers_share_the_row_groups(folder: Path) -> None:
     assert sorted(together) == list(range(ROWS))
 
 
-def test_workers_that_stay_hear_of_the_epoch(folder: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"readers": 2}, {"workers": "thread"}])
+def test_workers_that_stay_hear_of_the_epoch(more: Any, folder: Path) -> None:
     stream = ParquetStream(folder, ["id"], seed=5)
-    loader = minato.DataLoader(stream, 10, num_workers=1, persistent_workers=True)
+    loader = minato.DataLoader(stream, 10, num_workers=1, persistent_workers=True, **more)
     epochs = []
     for epoch in (0, 1, 0):
         stream.set_epoch(epoch)
         epochs.append(ids(loader))
+        assert sorted(epochs[-1]) == list(range(ROWS))
     assert epochs[0] == epochs[2] != epochs[1]
+    loader.close()
+
+
+def test_a_dataset_that_holds_a_stream_hears_of_its_epoch_where_it_is_copied() -> None:
+    stream = ParquetStream("nowhere")
+    copied = copy.deepcopy([stream])
+    stream.set_epoch(3)
+    assert copied[0].epoch == 3
+
+
+def test_an_epoch_goes_on_whatever_the_loader_counts(folder: Path) -> None:
+    def loader(epoch: int) -> minato.DataLoader[Any]:
+        stream = ParquetStream(folder, ["id"], seed=5)
+        stream.set_epoch(epoch)
+        return minato.DataLoader(stream, 10)
+
+    first = loader(7)
+    begun = ids(itertools.islice(first, 3))
+    for epoch in (7, 0):
+        again = loader(epoch)
+        again.load_state_dict(first.state_dict())
+        assert begun + ids(again) == ids(loader(7))
 
 
 def test_a_row_group_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
