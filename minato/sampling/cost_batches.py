@@ -92,7 +92,7 @@ class CostBatchSampler(Sampler[list[int]]):
                 )
             self._indices = self._indices[~large]
         if pool is None:
-            mean = float(self._costs.mean()) if len(self._costs) else 0.0
+            mean = float(self._costs[self._indices].mean()) if len(self._indices) else 0.0
             pool = int(min(_POOL_BATCHES * max(max_cost / mean, 1.0), 1 << 62)) if mean else 1 << 62
         self._pool = pool
         self._cut: tuple[tuple[int, int], list[list[int]]] | None = None

@@ -6,6 +6,7 @@ A reader is one sequential iterator over its own copy of the dataset. It is not 
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import os
 import pickle
@@ -22,7 +23,7 @@ import numpy as np
 
 from minato._compat import ExceptionWrapper
 from minato._core import SharedWords
-from minato._core.limits import explaining_limits
+from minato._core.limits import explaining_limits, soft_limit
 from minato._core.segment import Memory, anonymous_file
 from minato._support.items import item_of, key_of
 from minato._support.pickling import pickled
@@ -40,7 +41,7 @@ _HALF = (1 << 32) - 1
 _WORDS = 7
 """Words on the board for each reader."""
 _REGION = 1 << 36
-"""Bytes between two regions of the file of states, of which only written pages take memory; the first has headers."""
+"""Most bytes of a state in the file of states, of which only written pages take memory."""
 _HEADER = struct.Struct("<QQQQ")
 Ranges = list[tuple[int, int]]
 """Ranges ``[first, end)`` of ordinals."""
@@ -215,6 +216,11 @@ class StateSlots:
     def __init__(self, readers: int, depth: int) -> None:
         self.depth = depth
         self._readers = readers
+        regions = readers * (depth + 1)
+        self._headers_nbytes = regions * _HEADER.size
+        limit = soft_limit("RLIMIT_FSIZE")
+        most = _REGION if limit is None else max(limit - self._headers_nbytes, 0) // regions
+        self._region_nbytes = min(_REGION, most)
         with explaining_limits("share the states of readers"):
             self._adopt(anonymous_file(0))
 
@@ -223,12 +229,11 @@ class StateSlots:
         weakref.finalize(self, os.close, descriptor)
 
     def __getstate__(self) -> dict[str, Any]:
-        descriptor = reduction.DupFd(self._descriptor)
-        return {"depth": self.depth, "readers": self._readers, "descriptor": descriptor}
+        return {**vars(self), "_descriptor": reduction.DupFd(self._descriptor)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.depth, self._readers = state["depth"], state["readers"]
-        self._adopt(state["descriptor"].detach())
+        vars(self).update(state)
+        self._adopt(state["_descriptor"].detach())
 
     def begin(self, starts: Sequence[ReaderState | None]) -> None:
         """Drop all states, and keep those with which the readers begin an epoch."""
@@ -245,12 +250,18 @@ class StateSlots:
         """Keep a state of a reader as number ``i`` of its states, in an epoch with a slot of the ledger."""
         region = self._region(reader, i)
         os.pwrite(self._descriptor, bytes(_HEADER.size), region * _HEADER.size)
-        _write_all(self._descriptor, state, (region + 1) * _REGION)
+        with explaining_limits(f"keep a state of {len(state)} bytes of reader {reader}"):
+            if len(state) > self._region_nbytes:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            _write_all(self._descriptor, state, self._place(region))
         known = slot + 1, ordinal, len(state)
         os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
 
     def _region(self, reader: int, i: int) -> int:
         return reader * (self.depth + 1) + i
+
+    def _place(self, region: int) -> int:
+        return self._headers_nbytes + region * self._region_nbytes
 
     def written(self, reader: int, slot: int) -> list[int | None]:
         """The ordinals of the states of a reader in an epoch; None: there is none of this number."""
@@ -275,7 +286,7 @@ class StateSlots:
         header = self._header(reader, i, slot)
         if header is None:
             return None
-        place = (self._region(reader, i) + 1) * _REGION
+        place = self._place(self._region(reader, i))
         return pickle.loads(os.pread(self._descriptor, header[1], place))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from minato._support.items import to_read_again
 from minato._support.values import text_of, type_name
 from minato.checks import check_choice, check_number, did_you_mean, given_whole
-from minato.errors import warn
+from minato.errors import not_the_end, warn
 from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 
 __all__ = ["Mixed", "mix"]
@@ -112,7 +112,7 @@ class _Source:
         self.passes = 0  # that have ended
         self.at = 0  # items that it has been asked for in this pass
         self.is_live = True  # it may be drawn
-        self._pass = 0  # of the child
+        self._pass = 0  # of the child; -1: nothing is left of it
         self.child = self._begun()
 
     def _set_epoch(self) -> None:
@@ -142,13 +142,17 @@ class _Source:
         self._pass = passes = self.passes + 1
         try:
             self.child, self.passes, self.at = self._begun(), passes, 0
-        except Exception:
-            self.child.end()
+        except Exception as error:
+            self._end()
             self.passes, self.at = passes, 0
-            warn(
-                f"source {self.name!r} of minato.mix cannot be read a further time: the rest of it is missing"
-            )
-            raise
+            what = f"source {self.name!r} of minato.mix"
+            warn(f"{what} cannot be read a further time: the rest of it is missing")
+            raised = not_the_end(f"iter() of {what}", error)
+            raise raised from raised.__cause__
+
+    def _end(self) -> None:
+        self._pass = -1
+        self.child.end()
 
     def state(self) -> State:
         """Its state; nothing is left of a pass that has ended."""
@@ -160,12 +164,14 @@ class _Source:
         """Go on from a state, after which at most ``again`` items come again."""
         for name in _COUNTED:
             setattr(self, name, state[name])
-        if self.passes and self.is_live:
+        if state["child"] is None:
+            self._end()
+            return
+        if self.passes:
             self._pass = self.passes
             self.child = self._begun()
-        if state["child"] is not None:
-            # Some of them may be of a later pass.
-            self.child.load(state["child"], math.inf if again else 0)
+        # Some of them may be of a later pass.
+        self.child.load(state["child"], math.inf if again else 0)
 
 
 _COUNTED = ("count", "passes", "at", "is_live")

@@ -100,7 +100,7 @@ def _content_of(item: object) -> bytes:
             return str(item.shape).encode()
         item = item.detach()[_SLICES[: item.dim()]].reshape(-1)[:_MOST_DIGESTED]
         return pickle.dumps(item.tolist())
-    if isinstance(item, np.ndarray) and item.dtype != object:
+    if isinstance(item, np.ndarray) and not item.dtype.hasobject:
         return item[_SLICES[: item.ndim]].tobytes()
     if isinstance(item, (str, bytes)):
         return pickle.dumps(item[:_MOST_DIGESTED])

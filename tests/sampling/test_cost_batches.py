@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_samples_that_are_too_expensive() -> None:
         CostBatchSampler(costs, 10)
     for oversized, expected in (("alone", [[0, 2], [1], [3]]), ("skip", [[0, 2]])):
         assert [*CostBatchSampler(costs, 10, oversized=oversized, seed=None)] == expected
+
+
+def test_samples_that_are_skipped_do_not_make_pools_smaller() -> None:
+    costs = [*range(1, 501)]
+    alone, among = (
+        CostBatchSampler([*costs, *others], 1000, oversized="skip", shard=(0, 1))
+        for others in ([], [math.inf])
+    )
+    assert abs(len(alone) - len(among)) <= 1
 
 
 def test_costs_may_be_foretold_by_a_function() -> None:

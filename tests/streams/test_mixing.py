@@ -217,6 +217,39 @@ def test_a_pass_that_cannot_begin_is_told() -> None:
     assert list(items) == []
 
 
+class ReadOnce(IteratorState):
+    """A second iterator cannot be made; ``error`` is what ``iter()`` raises then."""
+
+    error: type[Exception] = StopIteration
+    read = False
+
+    def __iter__(self) -> Any:
+        if self.read:
+            raise self.error
+        self.read = True
+        return super().__iter__()
+
+
+@pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
+@pytest.mark.parametrize("error", [StopIteration, OSError])
+def test_a_pass_that_cannot_begin_costs_nothing_of_the_other_sources(error: Any) -> None:
+    def make() -> Any:
+        once = ReadOnce(3)
+        once.error = error
+        return minato.mix({"a": once, "b": IteratorState(9)}, passes={"a": 2, "b": 1})
+
+    items = iter(make())
+    got = []
+    with pytest.raises(RuntimeError if error is StopIteration else error):
+        while True:
+            got.append(next(items))
+    later = iter(make())
+    later.load_state_dict(json.loads(json.dumps(items.state_dict())))
+    rest = [*items]
+    assert len(got + rest) == 12
+    assert [row[0] for row in later] == [row[0] for row in rest]
+
+
 A, B = Split(3), Split(3)
 BAD: list[tuple[Any, Any, str]] = [
     ([A, B], {}, "has no names"),

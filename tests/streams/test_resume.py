@@ -28,6 +28,7 @@ from minato import (
 from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
 from tests.behaviour.test_resume import Around
 from tests.datasets import ORDERS, add_draws, three_draws, wait_until
+from tests.disks import file_size_limit
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
     STREAMS,
@@ -748,3 +749,15 @@ def test_states_of_many_readers_do_not_overlap() -> None:
         slots.write(reader, 0, 0, 1, pickle.dumps(reader))
     assert slots.newest(0, 0, 1) == large
     assert [slots.newest(reader, 0, 1) for reader in (1, 10_999)] == [1, 10_999]
+
+
+def test_a_limit_on_the_size_of_files_divides_among_states() -> None:
+    with file_size_limit(1 << 30):
+        slots = StateSlots(4, 2)
+        for reader in range(4):
+            slots.write(reader, 1, 0, 1, pickle.dumps(reader))
+        with pytest.raises(
+            OSError, match=r"keep a state of \d+ bytes.*1073741824 bytes.*ulimit -f"
+        ):
+            slots.write(3, 0, 0, 1, bytes(1 << 27))
+    assert [slots.newest(reader, 0, 1) for reader in range(4)] == [0, 1, 2, 3]
