@@ -677,6 +677,7 @@ class Host:
         generators = self._generators
         assert generators is not None
         info = worker_info(number, readers.number, seed, reader.dataset)
+        self._active = number
         if not self._owns_process:
             generators.keep()
             self._program = _Program(number, info, generators.kept(), is_left=False)
@@ -686,7 +687,6 @@ class Host:
             else:
                 _take_info()
                 announce_worker(info)
-            self._active = number
             if fresh:
                 self._leave()
                 seed_generators(seed, numpy_seed(self._plan.base_seed, number))
@@ -717,6 +717,7 @@ class Host:
         """Be the program again, if a reader is active; a call that was interrupted can be repeated."""
         program, generators = self._program, self._generators
         if program is None or generators is None:
+            self._active = None
             return
         if program.is_left:
             if self._swaps:
@@ -930,7 +931,8 @@ class Host:
         reader = self._readers[number]
         if number not in self._epochs or not reader.keeps_state:
             return None
-        if reader.at > ordinal or reader.is_torn:
+        # Who asks within a turn, such as the handler of a signal, cannot be another reader meanwhile.
+        if reader.at > ordinal or reader.is_torn or self._active is not None:
             return copy.deepcopy(self._firsts.get(number))
         if self._generators is None:
             return reader.state()

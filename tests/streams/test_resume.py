@@ -643,6 +643,27 @@ def test_the_end_of_an_iterator_at_any_moment_changes_nothing(lets_go: str, read
     assert got + numbers(later) == expected
 
 
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_state_that_is_asked_for_within_a_batch_changes_nothing(readers: int) -> None:
+    """As the handler of a signal may ask for it, while a batch is made."""
+    states: list[Any] = []
+
+    def asking(samples: list[Any]) -> list[Any]:
+        states.append(saved(loader))
+        return samples
+
+    def make(collate_fn: Any) -> Any:
+        return DataLoader(IteratorState(SIZE), 4, readers=readers, seed=1, collate_fn=collate_fn)
+
+    expected, loader = list(make(list)), make(asking)
+    drawn = random.getstate()
+    assert list(loader) == expected
+    assert get_worker_info() is None
+    assert random.getstate() == drawn
+    for done, state in enumerate(states):
+        assert list(resumed(state, make(list))) == expected[done:]
+
+
 class Locked(DatasetState):
     """Only one thread at a time reads; a collection may come in between."""
 
