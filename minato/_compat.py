@@ -351,8 +351,17 @@ def _stack_in_own_memory(
 
 def torch_modes() -> int:
     """How many modes such as ``with torch.device(...)`` are active; 1 where torch does not say."""
-    count = getattr(torch._C, "_len_torch_function_stack", None)
-    return 1 if count is None else int(count())
+    functions = getattr(torch._C, "_len_torch_function_stack", None)
+    operations = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    return 1 if functions is None or operations is None else int(functions() + operations())
+
+
+def modes_are_devices() -> bool:
+    """Whether all active modes are default devices, and change no value; True where torch does not say."""
+    operations = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    modes = getattr(torch.overrides, "_get_current_function_mode_stack", list)
+    are_devices = all(type(mode).__name__ == "DeviceContext" for mode in modes())
+    return are_devices and not (operations and operations())
 
 
 is_owned: Callable[[Any], bool] = methodcaller("_is_owned")
@@ -709,8 +718,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "a worker killed at that moment may leave a file in /dev/shm, as with torch",
     ),
     PrivateName(
-        "torch._C._len_torch_function_stack",
+        "torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack",
         "each sample makes an empty tensor to find out: a microsecond",
+    ),
+    PrivateName(
+        "torch.overrides._get_current_function_mode_stack",
+        "modes of a program have no part in building batches of plain samples",
     ),
     PrivateName(
         "torch._C._set_worker_signal_handlers",

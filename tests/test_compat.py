@@ -205,6 +205,12 @@ def test_modes_that_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rules_hold()
 
 
+def test_modes_that_torch_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.overrides, "_get_current_function_mode_stack")
+    with torch.device("cpu"):
+        assert rules_hold()
+
+
 def test_a_profiler_that_does_not_say_whether_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _compat.is_profiling()
     with profiler.profile():

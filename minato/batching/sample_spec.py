@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from minato._compat import collates_by_default, torch_modes
+from minato._compat import collates_by_default, modes_are_devices, torch_modes
 from minato._core import SharedWords
 from minato._core.sample_spec import Spec
 from minato._core.segment import Memory
@@ -55,6 +55,8 @@ def rules_hold() -> bool:
         return False
     if not torch_modes():
         return True
+    if not modes_are_devices():  # what the program does with torch's operations, it does to batches
+        return False
     # A new tensor shows the default device. torch 2.6's get_default_device() knows of no ``with torch.device(...)``.
     try:
         return torch.empty(0).device.type == "cpu"

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import minato
 from minato._support import pickling
@@ -187,6 +189,39 @@ def test_device_of_a_with_statement(device: str, workers: Any, own: Any) -> None
             return [*make(Floats(5), 2, shuffle=True, generator=generator, **workers)]
 
     same_for_both(batches, **own)
+
+
+class Doubled(TorchFunctionMode):
+    """Changes what an operation of torch returns."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.stack else result
+
+
+class DoubledBelow(TorchDispatchMode):
+    """Changes it where all operations end."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.ops.aten.stack.default else result
+
+
+@pytest.mark.parametrize("mode", [Doubled, DoubledBelow, FakeTensorMode])
+def test_modes_of_the_program(mode: Any) -> None:
+    def case(make: Any) -> Any:
+        numbers, tensors = make([1.0, 2.0, 3.0], 2), make([torch.ones(3), torch.zeros(3)], 2)
+        loaders = [numbers, tensors][: 1 if mode is FakeTensorMode else 2]  # no real tensors
+        before, iterators = [*numbers], [*map(iter, loaders)]
+        with mode():
+            within = [str(batch) for iterator in iterators for batch in iterator]
+        return before, within, [*numbers]
+
+    same_for_both(case)
 
 
 class Unusable(TorchFunctionMode):
