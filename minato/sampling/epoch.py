@@ -571,8 +571,10 @@ class EpochPosition:
         facts = signature(spec, draw)
         progress = None if last is None else last.progress.part or last.progress
         states = None if last is None else last.dataset_states
-        if last is None or progress is None or progress.finished:
-            epoch = self._number if chosen is None else chosen - 1
+        # An iter() that was interrupted, or failed, has begun none: the next one does.
+        waits = last is not None and not last.has_started and last.replaces is None
+        if last is None or progress is None or progress.finished or waits:
+            epoch = self._number - waits if chosen is None else chosen - 1
             plain = None if states is None else states.between_epochs()
             between = (
                 None if last is None or last.readers is None else last.readers.between_epochs()

@@ -524,6 +524,32 @@ def test_a_map_style_dataset_keeps_its_state_when_a_sample_raises() -> None:
     assert indices(resumed(saved(loader), later)) == [[304, 405]]
 
 
+class Stopping(list[list[int]]):
+    """Batches whose ``iter()`` is interrupted now and then."""
+
+    stops = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.stops:
+            raise KeyboardInterrupt
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_an_iter_that_was_interrupted_leaves_the_state_as_it_was(
+    num_workers: int, epochs: int
+) -> None:
+    keys = Stopping([[0, 1], [2]])
+    loader: Any = DataLoader(Counting(5), batch_sampler=keys, num_workers=num_workers)
+    for _ in range(epochs):
+        indices(loader)
+    before, keys.stops = saved(loader), True
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert saved(loader) == before
+
+
 @pytest.mark.parametrize("options", [{"order": "arrival"}, {"workers": "thread"}])
 def test_where_a_datasets_state_means_nothing_it_is_refused(options: dict[str, Any]) -> None:
     loader = DataLoader(Counting(8), 2, num_workers=1, **options)
