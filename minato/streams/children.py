@@ -235,6 +235,7 @@ class Child:
     def end(self) -> None:
         """Give nothing more: some iterators begin again where they have ended."""
         self._read(iter(()))
+        self.is_new = False
 
     @property
     def keeps_state(self) -> bool:
@@ -276,7 +277,7 @@ class Child:
             with self._at_generators(None):
                 self._outer.load_plain(generators)
                 self._read(self._begun())
-        elif of_dataset is not None:
+        elif of_dataset is not None or not self.is_new:
             self._read(self._begun())
         if own["iterator"] is not None:
             with reading_again(self.items, again):
@@ -452,9 +453,10 @@ class Window(Child):
     def load_window(self, state: State, further: float) -> None:
         """Go on from a state, first of all with ``read_again``; ``further`` items at most were read after it."""
         self.at, self._target, self._ends = state["from"], state["at"], state["ended"]
+        self._ended = False
         self.load(state["child"], self._target - self.at + further)
         self._due, generators, owns = self.at + self._every, None, state["owns"]
-        self._again = None
+        self._again = self._own = None
         if self._outer is not None and state["generators"] is not None:
             with self._at_generators(None):
                 self._outer.load_plain(state["generators"])

@@ -167,7 +167,7 @@ class _Source:
         if state["child"] is None:
             self._end()
             return
-        if self.passes:
+        if self._pass != self.passes:
             self._pass = self.passes
             self.child = self._begun()
         # Some of them may be of a later pass.

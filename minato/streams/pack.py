@@ -353,6 +353,7 @@ class _StatefulRows(_Rows):
         # A row is of any number of sequences.
         self._window.load_window(state["window"], math.inf if to_read_again(self) else 0)
         self._loaded = {**state, "window": self._window.window_state()}
+        self._found, self._arrays_found = {}, {}
 
 
 def _size(row: _Row) -> int:

@@ -126,6 +126,6 @@ class _StatefulBuffer(_Buffer):
 
     def load_state_dict(self, state: State) -> None:
         self._dataset.check_state(state, "held")
-        self._given, self._loaded = state["given"], list(state["held"])
+        self._given, self._loaded, self._found = state["given"], list(state["held"]), {}
         again = to_read_again(self)  # before that the buffer is filled
         self._window.load_window(state["window"], again and again + self._size)

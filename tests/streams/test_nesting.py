@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 import minato
 from minato import DataLoader
-from tests.datasets import ORDERS, flat
+from tests.datasets import ORDERS, Cursor, flat
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
     DrawingSequences,
@@ -85,6 +86,30 @@ class OwnShards(ShardedSequences):
     """Shards whose states are kept and changed."""
 
     cursor = Keeping
+
+
+class Listed(Sequences):
+    """Sequences of an iterator with a state, which draws nothing."""
+
+    def __iter__(self) -> Any:
+        return Cursor([sequence_of(self.first + number) for number in self.numbers()])
+
+
+def over_all() -> Any:
+    mixed = minato.mix({"a": minato.shuffle(Listed(9), 3), "b": Listed(7, 100)}, passes=2)
+    return minato.shuffle(minato.pack(mixed, 8, open_rows=2), 2)
+
+
+def test_an_iterator_that_was_used_loads_any_state() -> None:
+    used, got = iter(over_all()), list[str]()
+    states = [json.dumps(used.state_dict())]
+    for row in used:
+        got.append(str(row))
+        states.append(json.dumps(used.state_dict()))
+    for count in (None, 0, 1):  # read from each state before the next one is loaded
+        for done in (5, 0, len(got), 9):
+            used.load_state_dict(json.loads(states[done]))
+            assert [*map(str, itertools.islice(used, count))] == got[done:][:count]
 
 
 RULES = ("continue", "stop", "repeat")
