@@ -350,6 +350,7 @@ class WorkerRecovery:
         if policy is None or policy.on_error == "raise" or record.first in self.suspects:
             return False
         self.suspects.add(number, record.first)
+        self.restart_policy.forget(range(record.first, record.first + record.count))
         return True
 
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
@@ -469,6 +470,11 @@ class RestartPolicy:
         if window.shrink():
             return f"{what} From now on batches in flight are at most {window.limit}."
         return f"{what} Use fewer workers, smaller batches, or less memory in the dataset."
+
+    def forget(self, positions: range) -> None:
+        """Drop the deaths on samples that ran beside others, any of which may have been the cause."""
+        for position in positions:
+            del self._deaths[position, None]
 
     def deaths_on(self, sample: CurrentSample) -> int:
         """Number of workers that died on a sample."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import minato
+from minato._support.counters import shared_integers
 from minato.workers.reads import BegunLists
 from tests.datasets import ORDERS, Journal, Numbers, Stream, drain, flat, indices, wait_until
 from tests.selection import WORKERS, each, sweep
@@ -431,6 +432,31 @@ def test_of_reads_under_way_only_the_deadly_one_is_skipped(
     loader = of(kind(24), num_workers=1, order=order, errors="skip", **options)
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         assert sorted(flat(loader)) == sorted({*range(24)} - {9})
+
+
+class FatalTwice(Numbers):
+    """Reads 1 and 5 kill their processes. Read 4 goes on when it is read alone, the others when 0 is."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.begun = shared_integers(8)
+
+    def __getitem__(self, index: int) -> int:
+        begun = self.begun
+        begun[index] += 1
+        if index in (1, 5):
+            wait_until(lambda: begun[index - 1] >= min(begun[index], 3))  # the older read, too
+            wait_until(lambda: begun[5] > 2 if index == 1 else begun[5] < 3 or begun[0] > 3)
+            os._exit(1)
+        wait_until(lambda: begun[4 if index == 4 else 0] > 3)
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+def test_reads_beside_two_deadly_ones_are_not_skipped() -> None:
+    loader = minato.DataLoader(FatalTwice(), 8, num_workers=2, errors="skip", fetch_concurrency=4)
+    with pytest.warns(RuntimeWarning, match="2 samples of this epoch were skipped"):
+        assert flat(loader) == [0, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize(
