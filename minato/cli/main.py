@@ -209,7 +209,7 @@ def _made(factory: str) -> TorchDataLoader[Any]:
     try:
         loader = make()
     except (Exception, SystemExit) as error:
-        raise _Refused(f"{factory} raised {type(error).__name__}: {error}") from None
+        raise _Refused(f"{factory} raised {type(error).__name__}: {message_of(error)}") from None
     if not isinstance(loader, TorchDataLoader):
         raise _Refused(
             f"{factory} returned a {type(loader).__name__}: let it return a torch or minato DataLoader"
@@ -236,7 +236,9 @@ def _imported(place: str) -> ModuleType:
             raise _Refused(
                 f"{place!r} cannot be imported: {error}; check its name and the directory"
             ) from None
-        raise _Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None
+        raise _Refused(
+            f"importing {place!r} raised {type(error).__name__}: {message_of(error)}"
+        ) from None
     if path is None or Path(getattr(module, "__file__", None) or "").resolve() == path:
         return module
     sys.path.remove(folder)  # otherwise workers import the file instead of the module

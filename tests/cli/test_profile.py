@@ -88,6 +88,13 @@ def wordy_inline():
 def bad_samples():
     return DataLoader([1, 2, "a", None], 4)
 
+class Mute(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+def mute():
+    raise Mute
+
 constant = 5
 """
 
@@ -155,6 +162,7 @@ def test_what_torch_cannot_repeat_is_not_compared(
     [
         ("{file}:nothing", 2, "returned a int"),
         ("{file}:broken", 2, "RuntimeError: no such disk"),
+        ("{file}:mute", 2, "mute raised Mute: <Mute whose str() raised ZeroDivisionError>"),
         ("{file}:ends", 2, "SystemExit: usage: train.py --data FOLDER"),
         ("{file}:ends_in_a_sample", 1, "the loader raised SystemExit: 5"),
         ("{file}:pipe", 2, "a loader for which torch's engine loads"),
