@@ -236,7 +236,7 @@ class Track(Tracer):
 
 def _members(args: Args | None) -> str:
     members = (args or {}).items()
-    return ",".join([f'"{n}":{v if type(v) is int else _in_json(v)}' for n, v in members])
+    return ",".join([f'"{n}":{_in_json(v)}' for n, v in members])
 
 
 def _in_json(value: object) -> str:

@@ -256,6 +256,13 @@ def test_keys_that_are_no_integers_and_own_collation(traced: Any) -> None:
     assert names(events)["collate"] == 1
 
 
+def test_integers_that_the_viewer_would_round_are_texts(traced: Any) -> None:
+    indices = [2**53, np.int64(-(2**53)), 2**53 - 1, np.int64(3)]
+    events = traced(dict.fromkeys(indices, 0), sampler=indices)
+    shown = {index for _, index in samples(events)}
+    assert shown == {str(2**53), str(-(2**53)), 2**53 - 1, 3}
+
+
 def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(Filled(SIZE, 2), BATCH, num_workers=1, observe=Observe(trace=path))
