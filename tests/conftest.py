@@ -129,8 +129,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported is no garbage. Tests ask for many collections, which need not look through it.
-    gc.collect()
+    # Tests ask for many collections, which need not look through what was imported. Of that little is garbage.
     gc.freeze()
     memory.gather()
     # Until there is a device, ``torch.manual_seed`` notes the stack for each kind of them, which is deep here.
