@@ -32,7 +32,13 @@ WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "threads": ({"num_workers": 2}, {"workers": "thread"}),
 }
 """Arguments for both classes, and for ours alone: torch has no threads, and runs processes where ours runs them."""
-each = pytest.mark.parametrize(("workers", "own"), WORKERS.values(), ids=WORKERS.keys())
+EITHER = ("process", "thread")
+"""In place of one kind of workers: ours is compared with each, and torch runs once."""
+each = pytest.mark.parametrize(
+    ("workers", "own"),
+    [WORKERS["inline"], ({"num_workers": 2}, {"workers": EITHER})],
+    ids=["inline", "workers"],
+)
 
 TORCH_IS_UNTIDY = pytest.mark.filterwarnings(
     "ignore:.*_MultiProcessingDataLoaderIter.__del__:pytest.PytestUnraisableExceptionWarning"
@@ -223,13 +229,17 @@ def same_for_both(case: Callable[[Any], Any], **own: Any) -> Any:
 
     Args:
         case: Gets what makes a loader: torch's class, then ours.
-        own: Arguments that only ours is given.
+        own: Arguments that only ours is given, with EITHER for both kinds of workers.
     """
     theirs = recorded(case, TorchLoader)
     resource_sharer.stop()  # a thread that torch's tensors leave behind
-    ours = recorded(case, functools.partial(minato.DataLoader, **own) if own else minato.DataLoader)
-    assert ours == theirs, where_they_part(ours, theirs)
-    return ours["outcome"]
+    kinds = EITHER if own.get("workers") is EITHER else (own.get("workers"),)
+    for kind in kinds:
+        given = own if kind is None else {**own, "workers": kind}
+        make = functools.partial(minato.DataLoader, **given) if given else minato.DataLoader
+        ours = recorded(case, make)
+        assert ours == theirs, f"{given}: {where_they_part(ours, theirs)}"
+    return theirs["outcome"]
 
 
 def recorded(case: Callable[[Any], Any], make: Any) -> dict[str, Any]:

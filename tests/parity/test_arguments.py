@@ -234,9 +234,10 @@ CHANGES: dict[str, Any] = {
 def test_other_attributes_may_be_changed_between_passes(name: str) -> None:
     before = {
         "in_order": {"num_workers": 2, "in_order": False},
+        "num_workers": {"num_workers": 2},
         "pin_memory": {},
         "pin_memory_device": {"pin_memory": True},
-    }.get(name, {"num_workers": 2})
+    }.get(name, {"num_workers": 1})
 
     def case(make: Any) -> Any:
         loader = make([*range(12)], 2, shuffle=True, **before)

@@ -58,7 +58,7 @@ def test_several_threads_at_once(workers: Any, own: Any) -> None:
         seen: list[Any] = [None] * 3
 
         def iterate(number: int) -> None:
-            seen[number] = [[*make(Mixed(7 + number), 2, **workers)] for _ in range(2)]
+            seen[number] = [*make(Mixed(7 + number), 2, **workers)]
 
         run_together(*(functools.partial(iterate, number) for number in range(3)), limit_s=60)
         return seen

@@ -254,15 +254,13 @@ def test_an_error_of_any_class_is_raised_later_than_it_was_caught() -> None:
         list(iterator)
 
 
-@each
-def test_beginning_of_a_stream(workers: Any, own: Any) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_beginning_of_a_stream(num_workers: int) -> None:
     """In line ``iter(loader)`` raises, as with torch; from workers it comes with the first batch."""
-    if own:
-        pytest.skip("threads have no streams")
     for name in ("value", "key", "file", "two arguments", "holds a generator"):
         dataset = BadBeginning(ACTIONS[name])
-        same_for_both(lambda make: next(iter(make(dataset, 2, **workers))))  # noqa: B023
-        if not workers["num_workers"]:
+        same_for_both(lambda make: next(iter(make(dataset, 2, num_workers=num_workers))))  # noqa: B023
+        if not num_workers:
             same_for_both(lambda make: iter(make(dataset, 2)))  # noqa: B023
 
 

@@ -847,9 +847,27 @@ def test_the_page_lists_what_is_run_here() -> None:
     assert sorted(rows()) == sorted([*PATTERNS, *ELSEWHERE])
 
 
+SHARED = {
+    *(
+        "a loader from another's attributes",
+        "a sampler inside a stream",
+        "a stream that the loop feeds",
+    ),
+    *("an endless sampler shared by a stream's workers", "frozen attributes by force"),
+    *("lifetimes", "several iterators at once", "workers ended by hand", "wrapped iterator"),
+}
+"""Rows in which it matters that workers are several."""
+
+
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("row", PATTERNS)
+@pytest.mark.parametrize(
+    ("row", "workers"),
+    [
+        pytest.param(row, workers, marks=[pytest.mark.slow] * (workers == 2 - (row in SHARED)))
+        for row in PATTERNS
+        for workers in (0, 1, 2)
+    ],
+)
 def test_a_program_sees_what_it_sees_with_torch(row: str, workers: int) -> None:
     program = PATTERNS[row]
     assert program(minato.DataLoader, workers) == program(TorchDataLoader, workers)

@@ -32,6 +32,7 @@ from tests.parity.harness import (
 )
 from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
 from tests.parity.test_collation import Steps, Stubborn, Words
+from tests.selection import mostly_slow
 
 PINNED: list[Any] = []
 
@@ -67,7 +68,7 @@ def pinned(make: Any, *arguments: Any, **options: Any) -> Any:
 
 @AS_TORCH_IS_NOW
 @each
-@pytest.mark.parametrize("device", ["", "cuda", "xpu", "sideways"])
+@pytest.mark.parametrize("device", mostly_slow(["", "cuda", "sideways", "xpu"], quick=3))
 def test_without_an_accelerator_a_warning_says_so(device: str, workers: Any, own: Any) -> None:
     def case(make: Any) -> Any:
         loader = make(Tensors(5), 2, pin_memory=True, pin_memory_device=device, **workers)
@@ -291,7 +292,7 @@ def test_the_slot_is_free_once_its_batch_is_pinned(accelerator: None) -> None:
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
-@each
+@pytest.mark.parametrize(("workers", "own"), WORKERS.values(), ids=WORKERS.keys())
 def test_batches_really_are_pinned(workers: Any, own: Any) -> None:
     loader = minato.DataLoader(Mixed(5), 2, pin_memory=True, **workers, **own)
     for batch in loader:

@@ -17,6 +17,7 @@ from torch.utils import data
 import minato
 from tests.datasets import Numbers, Pair
 from tests.parity.harness import (
+    EITHER,
     attempt,
     describe,
     drain,
@@ -336,10 +337,10 @@ def test_batches_larger_than_any_usual_one(workers: dict[str, Any], own: dict[st
         ]
 
     same_for_both(case, **own)
-    if not workers["num_workers"]:
-        return
-    with pytest.raises(ValueError, match=r"70000 samples .* attribute batch_size"):
-        next(iter(minato.DataLoader(large, batch_sampler=OnlyIter([large]), **workers, **own)))
+    for kind in EITHER if workers["num_workers"] else ():
+        unknown = minato.DataLoader(large, batch_sampler=OnlyIter([large]), workers=kind, **workers)
+        with pytest.raises(ValueError, match=r"70000 samples .* attribute batch_size"):
+            next(iter(unknown))
 
 
 # ---- data that changes ----------------------------------------------------------------------

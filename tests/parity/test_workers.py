@@ -22,6 +22,7 @@ from minato.workers import supervision
 from tests.datasets import Held, Numbers, Parts, Roll, Sleepy, flat, wait_until
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
+    WORKERS,
     TorchLoader,
     attempt,
     describe,
@@ -255,7 +256,7 @@ def test_iterator_that_the_program_resets_begins_anew(
     same_for_both(case, **own)
 
 
-@each
+@pytest.mark.parametrize(("workers", "own"), WORKERS.values(), ids=WORKERS.keys())
 @pytest.mark.parametrize("dataset", [Numbers(7), Parts(7)], ids=["numbers", "stream"])
 def test_iterator_may_be_reset_at_any_batch_and_at_its_end(
     dataset: Any, workers: Any, own: Any
