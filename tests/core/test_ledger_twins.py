@@ -346,7 +346,7 @@ class Twins:
         self.bytes_are_the_same()
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), quick=3))
+@pytest.mark.parametrize("seed", mostly_slow(range(6), quick=2))
 def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> None:
     """As many operations as a loader performs: thousands, with few kills and cancels between."""
     draw = random.Random(seed)

@@ -8,6 +8,7 @@ import mmap
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import torch
 
 from minato._core.segment import Segment
 from tests.datasets import wait_until
-from tests.subprocesses import output, python
+from tests.subprocesses import fork, output
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -126,46 +127,36 @@ def test_a_failed_attempt_leaves_no_descriptor() -> None:
 
 
 def test_it_takes_what_the_limit_on_address_space_leaves() -> None:
-    script = """
-import resource
-from minato._core.segment import Segment
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit = used + (96 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-segment = Segment(1 << 40, 1 << 20)
-segment.array[-1] = 1
-print(segment.nbytes)
-try:
-    Segment(1 << 40, 1 << 30)
-except OSError as error:
-    print(error.errno)
-"""
-    kept, failed = output("-c", script).split()
-    assert int(kept) == 16 * MIB  # a quarter of the largest size that fits
-    assert int(failed) == 12  # ENOMEM
+    def check() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (used + 96 * MIB, used + 96 * MIB))
+        segment = Segment(1 << 40, 1 << 20)
+        segment.array[-1] = 1
+        assert segment.nbytes == 16 * MIB  # a quarter of the largest size that fits
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            Segment(1 << 40, 1 << 30)
+
+    in_a_process(check)
 
 
 def test_it_outlives_a_killed_parent_and_then_is_gone(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, time
-from minato._core.segment import Segment
-from tests.subprocesses import fork
-segment = Segment(64 << 20)
-segment.array[:] = 1
-parent = os.getpid()
-def child():
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    with open({str(tmp_path / "sum.new")!r}, "w") as file:
-        file.write(str(int(segment.array.sum())))
-    os.rename({str(tmp_path / "sum.new")!r}, {str(tmp_path / "sum")!r})
-pid = fork(child)
-print(os.fstat(segment.descriptor).st_ino, pid, flush=True)
-os.kill(parent, signal.SIGKILL)
-"""
-    done = python("-c", script)
-    assert done.returncode == -signal.SIGKILL
-    inode, pid = done.stdout.split()
+    def be_parent() -> None:
+        segment = Segment(64 * MIB)
+        segment.array[:] = 1
+        parent = os.getpid()
+
+        def be_child() -> None:
+            wait_until(lambda: os.getppid() != parent)
+            (tmp_path / "sum.new").write_text(str(int(segment.array.sum())))
+            (tmp_path / "sum.new").rename(tmp_path / "sum")
+
+        pid = fork(be_child)
+        (tmp_path / "told").write_text(f"{os.fstat(segment.descriptor).st_ino} {pid}")
+        os.kill(parent, signal.SIGKILL)
+
+    _, status = os.waitpid(fork(be_parent), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    inode, pid = (tmp_path / "told").read_text().split()
     wait_until(lambda: (tmp_path / "sum").exists() and not runs(int(pid)))
     assert int((tmp_path / "sum").read_text()) == 64 * MIB
     assert not any(mapped(inode))

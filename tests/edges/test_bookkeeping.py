@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -157,8 +158,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    while True:
-        pass
+    time.sleep(1000)
 
 
 def check_views(loader: DataLoader[Any]) -> None:

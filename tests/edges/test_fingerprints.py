@@ -23,11 +23,12 @@ import torch
 
 import minato
 from minato._support import hashes
-from minato._support.hashes import fingerprint
+from minato._support.hashes import fingerprint, index_hash
 from minato.caching import MemoryCache
 from minato.sharing import SharedDict, SharedList
 from tests.datasets import flat, indices
 from tests.subprocesses import output
+from tests.transforms.test_rng import OTHER_KEYS, Point
 
 HEAD = """
 import abc, builtins, collections, dataclasses, enum, functools, operator
@@ -232,7 +233,7 @@ def test_another_module_is_another_key(name: str, tmp_path: Path) -> None:
 
 
 SAME = """
-import builtins, multiprocessing, sys
+import builtins, collections, multiprocessing, sys
 sys.path.insert(0, sys.argv[1])
 builtins.minato_k = 2
 from minato._support.hashes import fingerprint, index_hash
@@ -254,6 +255,8 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=tell)
     child.start()
     child.join()
+    Point = collections.namedtuple("Point", "x y")
+    print([index_hash(key) for key in KEYS if key is not Point])
     import programs
     for name, make in programs.MAKERS.items():
         print(name, fingerprint(make()).hex())
@@ -268,11 +271,12 @@ def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.M
         inner = "\n".join(f"    {line}" for line in f"{text}\nreturn make".splitlines())
         parts.append(f"def scope():\n{inner}\nMAKERS[{name!r}] = scope()\n")
     (tmp_path / "programs.py").write_text("".join(parts))
-    (tmp_path / "script.py").write_text(SAME)
+    (tmp_path / "script.py").write_text(SAME.replace("KEYS", OTHER_KEYS))
     # This process has another seed of str hashes, too: only one more is needed.
     told = output(tmp_path / "script.py", tmp_path, cwd=tmp_path, PYTHONHASHSEED="1")
-    script, spawned, *there = told.splitlines()
+    script, spawned, words, *there = told.splitlines()
     assert script == spawned
+    assert words == str([index_hash(key) for key in eval(OTHER_KEYS) if key is not Point])
     builtins.minato_k = 2  # type: ignore[attr-defined]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

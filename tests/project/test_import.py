@@ -158,32 +158,6 @@ print(hasattr(minato, 'no_such_name'), [name for name in dir(minato) if not hasa
 """
 
 
-def test_import_has_no_side_effects_and_takes_the_core_and_the_names_that_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("MINATO_NO_EXTENSIONS", raising=False)
-    scripts = {"default": SIDE_EFFECTS, "pure": PURE + SIDE_EFFECTS, "names": NAMES}
-    told, failures = subprocesses.in_forks(scripts, "-W", "error")
-    assert failures == {}
-
-    seen = json.loads(told["default"])
-    kind, reason = seen.pop("implementation")
-    assert (kind, bool(reason)) == ("pure" if missing_extensions() else "compiled", True)
-    assert OPTIONAL.intersection(seen.pop("modules")) == set()
-    assert seen.pop("threads") == ["MainThread"]
-    nothing = {name: [] for name in ("processes", "descriptors", "changed")}
-    assert seen == {**nothing, "native threads": 0, "start method": None}
-
-    seen = json.loads(told["pure"])
-    assert seen["implementation"] == ["pure", "MINATO_NO_EXTENSIONS is set"]
-    assert [name for name in of_minato(seen["modules"]) if name.endswith("_c")] == []
-
-    listed, private, *names = told["names"].splitlines()
-    assert listed.split() == sorted([*minato.__all__, "caching", "sources"])
-    assert private == ""
-    assert names == ["", "DiskCache minato.sources True", "False []"]
-
-
 @pytest.mark.slow
 @needs_extensions
 def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
@@ -222,11 +196,10 @@ except ImportError as error:
 """
 
 
-def test_the_other_project_of_this_name_is_refused(tmp_path: Path) -> None:
-    """PyPI's minato, installed into the same directory: ours to refuse, where a module of ours is imported at all."""
+def of_two_projects(folder: Path) -> dict[str, str]:
     scripts = {}
     for later in ("minato", "minatoloader"):
-        package = tmp_path / later / "minato"
+        package = folder / later / "minato"
         package.mkdir(parents=True)
         for path in PACKAGE.iterdir():
             (package / path.name).symlink_to(path)
@@ -237,9 +210,49 @@ def test_the_other_project_of_this_name_is_refused(tmp_path: Path) -> None:
         for module in ("minato", "minato.loader", "minato.cli.main"):
             name = f"{package} {module}"
             scripts[name] = IMPORTS.format(folder=str(package.parent), module=module)
-    told, _ = subprocesses.in_forks(scripts)
-    assert told.pop(f"{tmp_path}/minato/minato minato") == "imported\n"
-    assert len(told) == 5
-    for name, error in told.items():
+    return scripts
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What scripts that import minato print, in forks of one Python; of two projects by a path and a module."""
+    scripts = {"default": SIDE_EFFECTS, "pure": PURE + SIDE_EFFECTS, "names": NAMES}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delenv("MINATO_NO_EXTENSIONS", raising=False)
+        scripts |= of_two_projects(tmp_path_factory.mktemp("projects"))
+        found, failures = subprocesses.in_forks(scripts, "-W", "error")
+    assert failures == {}
+    return found
+
+
+def test_import_has_no_side_effects_and_takes_the_core_and_the_names_that_are_asked_for(
+    told: dict[str, str],
+) -> None:
+    seen = json.loads(told["default"])
+    kind, reason = seen.pop("implementation")
+    assert (kind, bool(reason)) == ("pure" if missing_extensions() else "compiled", True)
+    assert OPTIONAL.intersection(seen.pop("modules")) == set()
+    assert seen.pop("threads") == ["MainThread"]
+    nothing = {name: [] for name in ("processes", "descriptors", "changed")}
+    assert seen == {**nothing, "native threads": 0, "start method": None}
+
+    seen = json.loads(told["pure"])
+    assert seen["implementation"] == ["pure", "MINATO_NO_EXTENSIONS is set"]
+    assert [name for name in of_minato(seen["modules"]) if name.endswith("_c")] == []
+
+    listed, private, *names = told["names"].splitlines()
+    assert listed.split() == sorted([*minato.__all__, "caching", "sources"])
+    assert private == ""
+    assert names == ["", "DiskCache minato.sources True", "False []"]
+
+
+def test_the_other_project_of_this_name_is_refused(told: dict[str, str]) -> None:
+    """PyPI's minato, installed into the same directory: ours to refuse, where a module of ours is imported at all."""
+    of_two = {name: text for name, text in told.items() if " " in name}
+    imported = [name for name, text in of_two.items() if text == "imported\n"]
+    assert [name.endswith("/minato/minato minato") for name in imported] == [True]
+    assert len(of_two) == 6
+    for name in of_two.keys() - imported:
+        error = of_two[name]
         assert error.startswith(f"{name.split()[0]} holds the files of two projects")
         assert "pip uninstall minato minatoloader" in error

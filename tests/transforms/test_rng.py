@@ -28,7 +28,6 @@ from minato._support.hashes import index_hash
 from minato.transforms import rng, rng_memory
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness, current, numpy_rng, python_rng, torch_rng
-from tests.subprocesses import output
 
 early_numpy = np.random.random_sample
 Point = collections.namedtuple("Point", "x y")
@@ -396,8 +395,8 @@ def test_threads_that_draw_meanwhile_do_no_harm() -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        until = time.monotonic() + 2.0  # each look waits for the other thread's turn
-        for index in itertools.takewhile(lambda _: time.monotonic() < until, range(20_000)):
+        until = time.monotonic() + 1.0  # each look waits for the other thread's turn
+        for index in itertools.takewhile(lambda _: time.monotonic() < until, range(10_000)):
             randomness.bind(0, index)
             assert np.random.get_state()[2] <= 624
     finally:
@@ -428,16 +427,6 @@ def test_other_keys_are_told_apart() -> None:
     words = [index_hash(key) for key in keys]
     assert len(set(words)) == len(keys)
     assert all(0 <= word < 2**64 for word in words)
-
-
-def test_words_of_keys_are_the_same_in_every_process() -> None:
-    program = (
-        "import collections, sys; from minato._support.hashes import index_hash\n"
-        "Point = collections.namedtuple('Point', 'x y')\n"
-        f"print([index_hash(key) for key in {OTHER_KEYS} if key is not Point])"
-    )
-    here = [index_hash(key) for key in eval(OTHER_KEYS) if key is not Point]
-    assert output("-W", "ignore", "-c", program, PYTHONHASHSEED="1") == f"{here}\n"
 
 
 def test_equal_keys_have_equal_words_whatever_they_share() -> None:
