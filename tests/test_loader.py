@@ -60,7 +60,7 @@ THOROUGHLY = [
 
 
 @each_of(WORKERS)
-@pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
+@pytest.mark.parametrize("order", mostly_slow(ORDERS))
 def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
     processes = workers["num_workers"] if "workers" not in workers else 0
     for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:
@@ -312,9 +312,12 @@ def test_what_workers_do_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: P
         pytest.warns(MinatoWarning, match="killed by signal"),
     ):
         assert len(list(loader)) == 8
-    started, *_, died = [record.getMessage() for record in caplog.records]
+    started, *later = [record.getMessage() for record in caplog.records]
     assert started == "1 workers start from the fork server of multiprocessing"
-    assert re.fullmatch(r"worker 0 \(process \d+\) has died: exit code -9", died)
+    died = re.compile(r"worker 0 \(process \d+\) has died: exit code -9")
+    assert (
+        len([*filter(died.fullmatch, later)]) == 1
+    )  # the prefetch window may grow before it, and after
 
 
 def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
