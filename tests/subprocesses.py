@@ -84,8 +84,10 @@ def fork(run: Callable[[], None]) -> int:
 
 
 EACH_IN_A_FORK = """
-import contextlib, io, json, os, sys, traceback, warnings
+import contextlib, gc, io, json, os, sys, traceback, warnings
+gc.disable()
 import numpy, psutil, torch.multiprocessing, torch.utils.data  # once, as it takes longest
+gc.enable()
 warnings.filterwarnings("ignore", ".* use of fork", DeprecationWarning)
 for name, script in json.load(sys.stdin).items():
     if os.fork() == 0:

@@ -60,7 +60,7 @@ def kill_a_worker(which: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 40), LOADERS, st.sampled_from(WORKERS), ACTIONS)
 def test_each_index_comes_once_with_the_same_content(
     size: int, options: dict[str, Any], workers: dict[str, Any], actions: list[tuple[str, Any]]

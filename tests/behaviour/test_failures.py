@@ -30,7 +30,7 @@ from tests.behaviour.states import Stateful
 from tests.datasets import ORDERS, Numbers, drain, flat, rows, wait_until
 from tests.disks import file_size_limit, small_disk
 from tests.pairwise import pairwise
-from tests.selection import WORKERS, each, each_of
+from tests.selection import WORKERS, each, each_of, sweep
 
 BAD = {3, 4, 17, 30, 31, 32, 33, 39}
 
@@ -221,9 +221,7 @@ class Scripted(Numbers):
         return index
 
 
-@each
-@pytest.mark.parametrize("on_error", ["skip", "raise"])
-@pytest.mark.parametrize("retries", [0, 1, 3])
+@sweep(workers=WORKERS, on_error=["skip", "raise"], retries=[0, 1, 3])
 def test_every_attempt_is_judged_and_counted(
     workers: dict[str, Any], on_error: str, retries: int, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from minato.sources.base import Retry
 from minato.sources.sql import SQLite
 from tests.datasets import flat, indices, tally
 from tests.pairwise import pairwise
+from tests.selection import mostly_slow
 
 COUNT, BATCH, EPOCHS, SEED = 42, 5, 2, 11
 LONGEST_S = 0.004
@@ -118,7 +119,7 @@ FETCH: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("kind", "workers", "fetch"),
-    pairwise(itertools.product((Unsteady, UnsteadyLater), WORKERS, FETCH)),
+    mostly_slow(pairwise(itertools.product((Unsteady, UnsteadyLater), WORKERS, FETCH)), quick=5),
 )
 def test_batches_do_not_depend_on_latency(
     kind: type[SQLite], workers: str, fetch: str, database: Path, tmp_path: Path
@@ -151,7 +152,7 @@ def test_nor_do_they_in_worker_threads(kind: type[SQLite], database: Path) -> No
         assert got == expected
 
 
-@pytest.mark.parametrize("order", ["batch", "arrival", "fast_first"])
+@pytest.mark.parametrize("order", mostly_slow(["arrival", "fast_first", "batch"], quick=2))
 def test_in_other_orders_the_samples_are_the_same(order: str, database: Path) -> None:
     how = {"num_workers": 2, "fetch_concurrency": 5, "order": order}
     expected = delivered(source(SQLite, database), [augmented])

@@ -14,6 +14,7 @@ from minato import DataLoader, Record, Replay
 from minato.sampling.epoch import Seeds
 from tests.behaviour.states import begun, resumed
 from tests.datasets import Draws, Numbers, Stream, flat, indices, rows
+from tests.selection import mostly_slow
 
 
 class Jerky(Draws):
@@ -27,7 +28,9 @@ def draws(batches: Any) -> list[list[tuple[float, ...]]]:
     return [*map(rows, batches)]
 
 
-@pytest.mark.parametrize("order", ["arrival", "fast_first", "batch", "strict"])
+@pytest.mark.parametrize(
+    "order", mostly_slow(["arrival", "batch", "fast_first", "strict"], quick=2)
+)
 def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
 

@@ -318,7 +318,7 @@ def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -
     reference = loader()
     expected = [epoch_of(reference, epoch) for epoch in range(4)]
     assert sorted(expected[0]) == sorted(expected[3]) == list(range(SIZE))
-    for epoch in (0, 1):
+    for epoch in (0, 1)[bool(num_workers) :]:
         for batches in (0, 1, 3, math.ceil(SIZE / BATCH), None)[:: 1 + bool(num_workers)]:
             first = loader()
             for earlier in range(epoch):
@@ -355,8 +355,10 @@ class Shuffling(InOrder):
         self._rng.setstate((version, tuple(words), gauss))
 
 
-@pytest.mark.parametrize("batches", [0, 3, 8])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "batches"),
+    mostly_slow([(0, 0), (0, 8), (2, 3), (0, 3), (2, 0), (2, 8)], quick=3),
+)
 def test_a_sampler_of_another_seed_goes_on_with_the_state_of_the_first(
     num_workers: int, batches: int
 ) -> None:
@@ -469,13 +471,13 @@ class Counting(Stateful, Numbers):
         return 100 * index + self.given
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", mostly_slow([0, 2, 1], quick=2))
 def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
     def loader() -> Any:
         return DataLoader(Counting(20), 3, num_workers=num_workers, compat="torch", shuffle=False)
 
     expected = indices(loader())
-    for batches in range(len(expected) + 1):
+    for batches in range(0, len(expected) + 1, 1 + (num_workers > 1)):
         got, state = begun(loader(), batches)
         assert got + indices(resumed(state, loader())) == expected
 
@@ -610,10 +612,11 @@ class Both(Cursors):
     ("stream", "num_workers", "every"),
     mostly_slow(
         [
-            *((Both, num_workers, "auto") for num_workers in (3, 0, 1)),
+            *((Both, 0, "auto"), (Both, 1, "auto")),
             *((stream, 2, every) for every in (3, 2, None, 1) for stream in (Both, Steps, Cursors)),
+            (Both, 3, "auto"),
         ],
-        quick=4,
+        quick=3,
     ),
 )
 def test_iterable_datasets(stream: Any, num_workers: int, every: Any) -> None:

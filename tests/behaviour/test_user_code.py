@@ -274,7 +274,7 @@ def test_on_error_that_raises_costs_its_batch(workers: dict[str, Any], order: st
 @each
 @pytest.mark.parametrize("order", ORDERS)
 def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: str) -> None:
-    loader = DataLoader(Numbers(600), 2, order=order, **workers)
+    loader = DataLoader(Numbers(400), 2, order=order, **workers)
     for _ in range(2):
         iterator = iter(loader)
         found: list[int] = []
@@ -284,7 +284,7 @@ def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: s
                 found.extend(batch.tolist())
 
         run_together(*[consume] * 4, limit_s=60)
-        assert sorted(found) == [*range(600)]
+        assert sorted(found) == [*range(400)]
 
 
 # ---- what would end a worker process --------------------------------------------------------

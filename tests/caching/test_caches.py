@@ -36,6 +36,7 @@ from tests.datasets import (
     indices,
     plus_one,
 )
+from tests.selection import mostly_slow
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
@@ -111,16 +112,18 @@ def test_only_the_first_transforms_are_kept(disk: Any) -> None:
         assert content(disk(after=1)) == plain
 
 
+DRAWS: list[Callable[[float], float]] = [
+    lambda sample: sample + random.random(),
+    lambda sample: sample + np.random.rand(),
+    lambda sample: sample + float(torch.rand(())),
+    lambda sample: sample + minato.numpy_rng().random(),
+]
+
+
 @pytest.mark.parametrize(
-    "draw",
-    [
-        lambda sample: sample + random.random(),
-        lambda sample: sample + np.random.rand(),
-        lambda sample: sample + float(torch.rand(())),
-        lambda sample: sample + minato.numpy_rng().random(),
-    ],
+    ("num_workers", "draw"),
+    mostly_slow([(number, draw) for number in (0, 1) for draw in DRAWS], quick=5),
 )
-@pytest.mark.parametrize("num_workers", [0, 1])
 def test_random_transforms_before_the_cache_are_refused(
     draw: Any, num_workers: int, disk: Any
 ) -> None:
@@ -168,8 +171,10 @@ class Drawing(Numbers):
         return index + random.randrange(9)
 
 
-@pytest.mark.parametrize("name", OWNED)
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    mostly_slow([(name, number) for number in (0, 1) for name in OWNED], quick=5),
+)
 def test_generators_of_their_own_before_the_cache(name: str, num_workers: int, disk: Any) -> None:
     make, draw = OWNED[name]
     # The second draws, behind the cache.

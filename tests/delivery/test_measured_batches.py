@@ -127,7 +127,7 @@ def test_others_do_not_wait_for_a_slow_sample(batch_size: Any) -> None:
 @pytest.mark.parametrize("seed", mostly_slow(range(12), 2))
 def test_any_number_of_stops_and_workers(seed: int) -> None:
     order, readers, draw = ("strict", "arrival")[seed % 2], (0, 3, 1)[seed % 3], random.Random(seed)
-    for _ in range(3):
+    for _ in range(2):
         state, seen = None, list[int]()
         while len(seen) < SIZE:
             plan = CostBatches(draw.choice([600, 1500]), "tokens", max_wait=draw.choice([10, 90]))

@@ -389,11 +389,20 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("workers", "stays"), [(0, False), (2, True), pytest.param(2, False, marks=pytest.mark.slow)]
+    ("own", "workers", "stays"),
+    mostly_slow(
+        dict.fromkeys(
+            [
+                *((own, 0, False) for own in OWN),
+                *((own, 2, True) for own in ("seed", "generator", "distributed")),
+                *((own, 2, stays) for own in OWN for stays in (True, False)),
+            ]
+        ),
+        quick=len(OWN) + 3,
+    ),
 )
-@pytest.mark.parametrize("own", OWN)
 def test_an_epoch_that_is_chosen_before_the_first_batch(
-    own: str, stays: bool, workers: int
+    own: str, workers: int, stays: bool
 ) -> None:
     def make(count: int = 0) -> Any:
         torch.manual_seed(4)

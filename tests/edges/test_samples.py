@@ -133,7 +133,7 @@ def series(index: int) -> Any:
 
 
 SHARED = {"table": list(range(5))}
-WORDS = {f"word {i}": i for i in range(5000)}
+WORDS = {f"word {i}": i for i in range(1000)}
 """More parts than are looked at in a sample."""
 
 OTHERS: dict[str, Callable[[int], Any]] = {

@@ -110,7 +110,7 @@ def test_a_checkpoint_does_not_count_a_batch_that_is_fetched_ahead(
 
     whole = Saving()
     trainer(max_epochs=2).fit(whole, loader())
-    for step in (1, 4, 5, 7):
+    for step in (1, 4, 5, 7)[:: 1 + (workers > 0)]:
         module, (first, second) = Module(), whole.epochs.values()
         trainer(max_epochs=2).fit(module, loader(), ckpt_path=tmp_path / str(step))
         assert [*chain(*module.epochs.values())] == [*first, *second][step:]

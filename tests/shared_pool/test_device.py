@@ -37,7 +37,7 @@ def test_each_rank_gets_its_part_on_its_device(order: str, persistent: bool) -> 
         recorder = Recorder()
         loader = loader_of(recorder, Filled(60, 20, 30), order=order, persistent_workers=persistent)
         epochs = []
-        for _ in range(3):
+        for _ in range(2):
             batches = []
             for batch in loader:
                 assert recorder.waited >= recorder.position_of(batch)

@@ -17,6 +17,7 @@ import torch
 
 import minato
 from minato.sources.base import MissingKey, Retry, SourceError
+from tests.selection import mostly_slow
 from tests.sources import servers
 from tests.sources.kinds import COUNT, KINDS, Kind, features
 
@@ -46,8 +47,9 @@ def test_indices_follow_the_keys(kind: Kind, opened: Opened) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("fetch_concurrency", [1, 4])
+@pytest.mark.parametrize(
+    ("num_workers", "fetch_concurrency"), mostly_slow([(0, 1), (2, 4), (0, 4), (2, 1)], quick=2)
+)
 def test_every_sample_comes_once(
     kind: Kind, opened: Opened, num_workers: int, fetch_concurrency: int
 ) -> None:

@@ -179,9 +179,9 @@ def check_history(history: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
-@pytest.mark.parametrize("first", mostly_slow(range(0, 120, 10)))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 120, 5)))
 def test_stops_lose_and_repeat_nothing(first: int) -> None:
-    for history in range(first, first + 10):
+    for history in range(first, first + 5):
         check_history(history)
 
 

@@ -189,10 +189,10 @@ def check_history(seed: int, in_ranks: Run, workers: tuple[int, ...]) -> None:
     ("workers", "seeds"),
     mostly_slow(
         [
-            ((0,), range(12)),
-            ((0, 1, 2), range(3)),
-            ((0,), range(12, 150)),
-            ((0, 1, 2), range(3, 30)),
+            ((0,), range(7)),
+            ((0, 1, 2), range(2)),
+            ((0,), range(7, 150)),
+            ((0, 1, 2), range(2, 30)),
         ],
         quick=2,
     ),

@@ -84,8 +84,8 @@ def check_history(seed: int, workers: tuple[int, ...]) -> None:
     ("workers", "seeds"),
     mostly_slow(
         [
-            *(((0,), range(24)), ((0, 1, 2), range(4)), ((0, 1, 2), range(4, 20))),
-            *(((0,), range(i, i + 119)) for i in range(24, 500, 119)),
+            *(((0,), range(14)), ((0, 1, 2), range(3)), ((0, 1, 2), range(3, 20))),
+            *(((0,), range(i, i + 122)) for i in range(14, 500, 122)),
         ],
         quick=2,
     ),

@@ -126,8 +126,16 @@ def test_what_is_skipped_at_a_resume_is_not_transformed(stream: Any, after: int)
     assert counted.calls.sum() == len(rest) < 50
 
 
-@pytest.mark.parametrize("stream", [Seekable, Decoding])
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("stream", "before", "after"),
+    mostly_slow(
+        [
+            *((Seekable, 0, 2), (Decoding, 2, 0), (Seekable, 2, 2)),
+            *((Decoding, 0, 2), (Seekable, 2, 0), (Decoding, 2, 2)),
+        ],
+        quick=3,
+    ),
+)
 def test_a_dataset_can_leave_out_the_work_on_what_is_skipped(
     stream: Any, before: int, after: int
 ) -> None:

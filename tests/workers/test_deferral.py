@@ -28,6 +28,7 @@ from minato.workers.runner import Deferral, DeferredSample
 from minato.workers.worker import Worker
 from tests.datasets import TOO_MANY_WORKERS, Filled, flat, lags, late_by, three_draws, wait_until
 from tests.scheduling.fakes import Bench, Journal, worker_of
+from tests.selection import mostly_slow
 
 SIZE, BATCH = 24, 4
 SEED = 7
@@ -416,9 +417,20 @@ def num_deferred(loader: Any) -> int:
 
 
 @pytest.mark.usefixtures("everything_is_slow")
-@pytest.mark.parametrize("order", ["strict", "batch", *ORDERS])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], order: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "order"),
+    mostly_slow(
+        [
+            *(("processes", "strict"), ("processes", "arrival")),
+            *(("threads", "batch"), ("threads", "fast_first")),
+            *(("threads", "strict"), ("threads", "arrival")),
+            *(("processes", "batch"), ("processes", "fast_first")),
+        ],
+        quick=4,
+    ),
+)
+def test_deferred_samples_are_what_they_are_in_one_go(method: str, order: str) -> None:
+    how = METHODS[method]
     counts = shared_integers(LENGTH)
 
     def count(sample: Any) -> Any:
@@ -427,11 +439,11 @@ def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], or
         sample[1] += 1
         return sample
 
-    chain = [count, square, pause, *([] if method else [draw]), square]
+    chain = [count, square, pause, *([] if how else [draw]), square]
     options: dict[str, Any] = {"batch_size": 4, "transforms": chain, "seed": 3}
     expected = samples_of(DataLoader(Filled(LENGTH, 5), **options), epochs=2)
     assert (counts == 2).all()
-    options.update(num_workers=2, order=order, **method)
+    options.update(num_workers=2, order=order, **how)
     assert samples_of(DataLoader(Filled(LENGTH, 5), **options)) == expected[:1]
     assert (counts == 3).all()
     loader = DataLoader(Filled(LENGTH, 5), **options, persistent_workers=True)
