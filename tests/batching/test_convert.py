@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import _utils, default_convert
 
@@ -64,6 +64,7 @@ SAMPLES = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(SAMPLES)
 def test_it_equals_torchs(sample: Any) -> None:
     """Containers are new ones, and what is no container is the sample's own."""

@@ -29,7 +29,7 @@ from tests.datasets import (
     tally,
     wait_until,
 )
-from tests.selection import each_of
+from tests.selection import each_of, sweep
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -64,9 +64,11 @@ def test_without_workers_every_order_is_the_samplers(order: str) -> None:
     assert indices(DataLoader(Numbers(10), 3, order=order)) == blocks(10, 3)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2, 4])
-@pytest.mark.parametrize("order", ["arrival", "fast_first"])
-@pytest.mark.parametrize("workers", [THREADS, WORKERS["2-processes"]], ids=["threads", "processes"])
+@sweep(
+    workers={"threads": THREADS, "processes": WORKERS["2-processes"]},
+    order=["arrival", "fast_first"],
+    max_lag=[0, 1, 2, 4],
+)
 def test_max_lag_is_never_exceeded(workers: dict[str, Any], order: str, max_lag: int) -> None:
     dataset = WaitsForOthers(60, 3 * (max_lag + 2))
     loader = DataLoader(dataset, 3, order=late_by(order, max_lag), **workers)

@@ -243,9 +243,9 @@ def history(number: int) -> None:
         each.progress.finish()
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 4_000, 100)))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 4_000, 50)))
 def test_what_is_left_is_dealt_anew_whatever_the_numbers_of_ranks(first: int) -> None:
-    for number in range(first, first + 100):
+    for number in range(first, first + 50):
         history(number)
 
 
@@ -287,9 +287,9 @@ def history_by_cost(number: int) -> None:
     assert sum(each.samples for each in found) == len(got)
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 100)))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 50)))
 def test_batches_by_cost_are_dealt_anew(first: int) -> None:
-    for number in range(first, first + 100):
+    for number in range(first, first + 50):
         history_by_cost(number)
 
 
@@ -337,8 +337,8 @@ def history_of_accelerate(number: int, shard: Any) -> None:
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 100)))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 50)))
 def test_batches_that_accelerate_divides_are_dealt_anew(first: int) -> None:
     shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
-    for number in range(first, first + 100):
+    for number in range(first, first + 50):
         history_of_accelerate(number, shard)

@@ -21,7 +21,7 @@ from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.streams.streams import DatasetState, Draws, Split, in_runs, numbers, plain, slowly
 
-SIZE, BATCH, EPOCHS = 240, 4, 2
+SIZE, BATCH, EPOCHS = 160, 4, 2
 HERE = Readers(1, where="main")
 PATIENCE_S = 60.0
 """For what never comes, however busy the machine."""
@@ -45,7 +45,6 @@ def watched(loader: Any, active: list[int]) -> Iterator[Any]:
 
 SOME: list[tuple[str, str, Any, int | None, bool]] = [
     ("fork", "strict", 3, BATCH, False),
-    ("fork", "strict", 1, BATCH, True),
     ("thread", "arrival", 3, BATCH, False),
     ("fork", "fast_first", 8, BATCH, True),
     ("fork", "batch", 3, None, False),
@@ -53,6 +52,7 @@ SOME: list[tuple[str, str, Any, int | None, bool]] = [
     ("fork", "arrival", HERE, BATCH, False),
     ("forkserver", "strict", 3, BATCH, False),
     ("spawn", "arrival", 3, BATCH, True),
+    ("fork", "strict", 1, BATCH, True),
 ]
 OTHERS = pairwise(
     each
@@ -130,8 +130,12 @@ ENDLESS = 1_000_000
 """More than a test takes."""
 
 
-@pytest.mark.parametrize("readers", [2, HERE])
-@pytest.mark.parametrize("workers", [{}, {"workers": "thread"}])
+@pytest.mark.parametrize(
+    ("readers", "workers"),
+    mostly_slow(
+        [(2, {}), (HERE, {"workers": "thread"}), (HERE, {}), (2, {"workers": "thread"})], 2
+    ),
+)
 def test_workers_become_more_while_the_loop_waits_for_transforms(
     readers: Any, workers: Any
 ) -> None:
@@ -160,7 +164,7 @@ def under_fire(loader: Any, victim: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
-@pytest.mark.parametrize("victim", [0, 1, 2, 4])
+@pytest.mark.parametrize("victim", mostly_slow([0, 2, 4, 1], quick=3))
 def test_any_worker_may_die(victim: int, order: str, forced: Any) -> None:
     """Two host, one comes and goes, one stands by."""
     forced(2, 4)
