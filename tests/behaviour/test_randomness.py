@@ -26,7 +26,7 @@ from tests.datasets import (
 )
 from tests.parity.harness import seed_everything
 from tests.parity.material import identity
-from tests.selection import each_of
+from tests.selection import each_of, mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -114,7 +114,14 @@ class Rarely(Numbers):
 
 @pytest.mark.parametrize(
     ("name", "num_workers"),
-    [*((name, n) for name in RARE for n in (0, 2)), ("numpy", 1), ("helper", 7)],
+    mostly_slow(
+        [
+            *((name, 0) for name in RARE),
+            *(("numpy", 1), ("torch", 2), ("helper", 7)),
+            *((name, 2) for name in RARE if name != "torch"),
+        ],
+        quick=len(RARE) + 3,
+    ),
 )
 def test_samples_that_rarely_draw(name: str, num_workers: int) -> None:
     draw = RARE[name]

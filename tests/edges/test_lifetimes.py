@@ -26,7 +26,7 @@ from minato.observe import at_exit
 from tests.behaviour import states
 from tests.datasets import TOO_MANY_WORKERS, Failing, Numbers, Parts, raising, wait_until
 from tests.pairwise import pairwise
-from tests.selection import loaders, mostly_slow
+from tests.selection import loaders, mostly_slow, sweep
 
 pytestmark = [
     pytest.mark.filterwarnings(TOO_MANY_WORKERS),
@@ -242,9 +242,7 @@ USES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:reader . ended by an exception")
-@pytest.mark.parametrize("batches", [2, 100])
-@pytest.mark.parametrize("pool", ["inline", "fork"])
-@pytest.mark.parametrize("use", USES)
+@sweep(use=[*USES], pool=["inline", "fork"], batches=[2, 100])
 def test_what_is_dropped_is_gone_without_a_collection(use: str, pool: str, batches: int) -> None:
     make, options = USES[use]
     gc.collect()

@@ -73,8 +73,7 @@ assert accelerate.data_loader.DataLoader is torch.utils.data.DataLoader
 
 NEEDS_ACCELERATE = {
     "minato first": "import minato, accelerate" + ADAPTED,
-    "accelerate first": "import accelerate, minato" + ADAPTED,
-    "its names first": "from accelerate import skip_first_batches; import minato" + ADAPTED,
+    "accelerate first": "from accelerate import skip_first_batches; import minato" + ADAPTED,
     "a loader first": MADE_FIRST,
     "patched": PATCHED,
     "refused": REFUSED,

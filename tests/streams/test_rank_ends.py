@@ -605,8 +605,10 @@ def test_only_rank_0_asks_the_store_after_a_rank_has_told_its_end(
     assert store.num_keys() == before
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("size", [SIZE, COST["batch"]], ids=["size", "cost"])
+@pytest.mark.parametrize(
+    ("num_workers", "size"),
+    mostly_slow([(0, SIZE), (1, COST["batch"]), (0, COST["batch"]), (1, SIZE)], quick=2),
+)
 @pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.1, 6, 3), (0.5, 12, 30)]))
 def test_an_interruption_at_any_line_loses_nothing(
     num_workers: int, size: Any, chance: float, epochs: int, least: int, use: Any

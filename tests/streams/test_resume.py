@@ -377,10 +377,16 @@ class Shuffled(Split):
             yield [float(mine[i]), *three_draws()]
 
 
-@pytest.mark.parametrize("resume", ["state", "read"])
 @pytest.mark.parametrize(
-    ("stream", "num_workers"),
-    mostly_slow([(Shuffled, 2), (Ordered, 0), (Ordered, 2), (Shuffled, 0)], quick=2),
+    ("stream", "num_workers", "resume"),
+    mostly_slow(
+        [
+            *((Shuffled, 2, "state"), (Shuffled, 2, "read"), (Ordered, 0, "state")),
+            *((Ordered, 2, "state"), (Ordered, 2, "read"), (Ordered, 0, "read")),
+            *((Shuffled, 0, "state"), (Shuffled, 0, "read")),
+        ],
+        quick=3,
+    ),
 )
 def test_what_is_drawn_where_iteration_begins_is_drawn_again(
     stream: Any, num_workers: int, resume: str
