@@ -170,6 +170,9 @@ class _Rows(Iterator[Any]):
             filling = self._read_again(self._loaded)
             self._filling, self._loaded, self._found, self._arrays_found = filling, None, {}, {}
         window = self._window
+        if not self._filling.ready:  # which would hold some, too
+            held = (each.pieces[0].ordinal for each in self._filling.open.values())
+            window.hold_from(min(held, default=window.at))
         while not (filling := self._filling.copy()).ready:
             try:
                 item = window.read()
@@ -188,9 +191,6 @@ class _Rows(Iterator[Any]):
         row = filling.ready.pop(0)
         filling.counts[_ROWS] += 1
         filling.counts[_TOKENS] += _size(row)
-        if not filling.ready:  # until then nothing was read
-            held = (each.pieces[0].ordinal for each in filling.open.values())
-            window.hold_from(min(held, default=window.at))
         try:
             built = self._built(row)
         except Exception:  # of the row

@@ -193,6 +193,13 @@ class Sequences(Split):
         return (sequence_of(self.first + number) for number in self.numbers())
 
 
+class Listed(Sequences):
+    """Sequences of an iterator with a state, which draws nothing."""
+
+    def __iter__(self) -> Any:
+        return datasets.Cursor([sequence_of(self.first + number) for number in self.numbers()])
+
+
 class SequenceCursor(Cursor):
     """An iterator over sequences with a state, which draws and may raise."""
 

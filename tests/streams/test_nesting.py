@@ -15,10 +15,11 @@ from torch.utils.data import IterableDataset
 
 import minato
 from minato import DataLoader
-from tests.datasets import ORDERS, Cursor, flat
+from tests.datasets import ORDERS, flat
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
     DrawingSequences,
+    Listed,
     SequenceCursor,
     Sequences,
     SequenceState,
@@ -86,13 +87,6 @@ class OwnShards(ShardedSequences):
     """Shards whose states are kept and changed."""
 
     cursor = Keeping
-
-
-class Listed(Sequences):
-    """Sequences of an iterator with a state, which draws nothing."""
-
-    def __iter__(self) -> Any:
-        return Cursor([sequence_of(self.first + number) for number in self.numbers()])
 
 
 def over_all() -> Any:

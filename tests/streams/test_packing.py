@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.data import IterableDataset
 import minato
 from minato import DataLoader
 from tests.streams.streams import DrawingSequences as Stateful
-from tests.streams.streams import SequenceCursor
+from tests.streams.streams import Listed, SequenceCursor
 
 
 class Corpus(IterableDataset[Any]):
@@ -216,6 +218,21 @@ def test_a_sequence_that_raises_when_it_is_read_again_is_left_out_alone() -> Non
     assert ["give one dimension of numbers" in text for text in raised] == [True, True]
     numbers = sorted(int(sequence[0]) for row in got + rows for sequence in sequences_of(row))
     assert numbers == [number for number in range(40) if number not in held[1:3]]
+
+
+def test_an_interruption_while_a_row_is_made_loses_nothing() -> None:
+    def make() -> Any:
+        return iter(minato.pack(Listed(40), 11, open_rows=3))
+
+    expected = [*map(str, make())]
+    for done in range(len(expected)):
+        rows, later = make(), make()
+        got = [*map(str, itertools.islice(rows, done))]
+        interrupted = mock.patch.object(np, "zeros", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            next(rows)
+        later.load_state_dict(rows.state_dict())
+        assert [*got, *map(str, later)] == expected
 
 
 def test_padding_that_a_type_would_change_is_refused() -> None:
