@@ -201,6 +201,13 @@ class Settings:
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._values.items())
 
+    def __fingerprint__(self) -> dict[str, object]:
+        """The present values, but for secrets: another server is another source, and a new password is none."""
+        given = self._values.items()
+        return {
+            n: v.value() if isinstance(v, Env) and not _SECRET.search(n) else v for n, v in given
+        }
+
     def values(self) -> dict[str, Any]:
         """All values, secrets included."""
         given = self._values.items()
@@ -220,6 +227,10 @@ class Place:
 
     def __repr__(self) -> str:
         return self._shown
+
+    def __fingerprint__(self) -> str:
+        """What may be shown of its present value: another place is another source, and a new password is none."""
+        return shown_url(self.url)
 
     @property
     def url(self) -> str:

@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 import minato
 from minato._support.hashes import fingerprint
 from minato.caching import DiskCache, MemoryCache
-from minato.sources.connections import Settings
+from minato.sources.connections import Env, Place, Settings
 from minato.sources.sql import SQLite
 from tests.datasets import (
     Filled,
@@ -517,6 +517,22 @@ def test_fingerprints_of_sources_and_secrets() -> None:
     secret = Settings({"user": "me", "password": "a"})
     assert fingerprint(secret) == fingerprint(Settings({"user": "me", "password": "b"}))
     assert fingerprint(secret) != fingerprint(Settings({"user": "you", "password": "a"}))
+
+
+def test_the_place_of_a_source_counts_where_the_environment_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = Env("URL_HERE")
+    kinds = [Place(given), Settings({"endpoint": given}), Settings({"password": given})]
+
+    def found(url: str) -> list[bytes]:
+        monkeypatch.setenv("URL_HERE", url)
+        return list(map(fingerprint, kinds))
+
+    first, renewed, other = map(found, ("https://me:a@here", "https://me:b@here", "https://there"))
+    assert first[0] == renewed[0] != other[0]
+    assert first[1] != other[1]
+    assert first[2] == other[2]
 
 
 def test_a_source_is_the_same_in_each_epoch_until_its_keys_change(tmp_path: Path) -> None:
