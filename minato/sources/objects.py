@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tarfile
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -299,6 +300,8 @@ def _whole(key: str | Part, value: bytes, size: int) -> bytes:
 
 _used = False
 _parent_used = False
+_undecided = threading.Lock()
+"""Held where this process begins to read with obstore, and where it forks because it has not."""
 
 
 def _check_runtime() -> None:
@@ -310,12 +313,13 @@ def _check_runtime() -> None:
             "give the loader multiprocessing_context='forkserver' or workers='thread', or read nothing before "
             "its workers start"
         )
-    _used = True
+    with _undecided:
+        _used = True
 
 
 def _after_fork() -> None:
-    global _parent_used
-    _parent_used = _used
+    global _parent_used, _undecided
+    _parent_used, _undecided = _used, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -327,11 +331,14 @@ def _in_a_fork(call: Callable[[], Iterator[T]]) -> list[T]:
     If this process already reads with obstore, it calls the function itself. Values and an exception are pickled.
     TimeoutError: The child said nothing for too long, and was killed. RuntimeError: It died, or Rust code panicked.
     """
-    if _used or _parent_used or sys.platform != "linux" or _runtime_runs():
+    with _undecided:
+        is_used = _used or _parent_used or sys.platform != "linux" or _runtime_runs()
+        if not is_used:
+            reader, writer = Pipe(duplex=False)
+            child = os.fork()
+    if is_used:
         with _panics():
             return list(call())
-    reader, writer = Pipe(duplex=False)
-    child = os.fork()
     if not child:
         try:
             reader.close()

@@ -235,6 +235,26 @@ else:
 """
 
 
+BEGINS = """
+import os, threading
+from minato.sources.objects import Objects
+from minato.sources.base import Retry
+
+source = Objects("file://" + FOLDER, retry=Retry(attempts=1))
+reads = threading.Thread(target=source.get, args=["a"])
+fork = os.fork
+
+def fork_late():
+    reads.start()
+    reads.join(0.5)
+    return fork()
+
+os.fork = fork_late
+assert list(source.keys) == ["a"], "a thread that begins to read waits for the fork"
+reads.join()
+"""
+
+
 def test_processes_that_list_and_read(tmp_path: Path) -> None:
     """A listing that panics, dies or hangs is an error; forked workers read unless their parent did."""
     one, many = tmp_path / "one", tmp_path / "many"
@@ -243,7 +263,8 @@ def test_processes_that_list_and_read(tmp_path: Path) -> None:
     many.mkdir()
     for i in range(20):
         (many / name_of(i)).write_bytes(record(i))
-    scripts = {f"FOLDER = {str(one)!r}": LISTED, f"FOLDER = {str(many)!r}": FORKS}
+    pairs = (one, LISTED), (many, FORKS), (f"{one}/", BEGINS)
+    scripts = {f"FOLDER = {str(folder)!r}": script for folder, script in pairs}
     _, failures = in_forks({each: f"{each}\n{scripts[each]}" for each in scripts}, "-W", "ignore")
     assert failures == {}
 
