@@ -199,7 +199,7 @@ class BatchWriter:
         places yet. A batch that is full then is collated here if ``collates``; otherwise another worker finds it.
         """
         ledger, done, count = self._ledger, 0, len(samples)
-        has_skipped = type(SKIP) in set(map(type, samples))  # also of a dead worker's sample
+        has_skipped = self._skips and type(SKIP) in set(map(type, samples))
         while done < count or error is not None:
             taken = 1
             if error is not None and done == count:

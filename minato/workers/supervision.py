@@ -362,7 +362,7 @@ class WorkerRecovery:
         )
         results, raised = context.given_up(failure)
         end = self.ledger.worker(number)
-        writer = BatchWriter(end, context.store, context.plan.pipeline.collate())
+        writer = BatchWriter(end, context.store, context.plan.pipeline.collate(), skips=True)
         # If the batch is full now, a worker collates it: release offers the collation again.
         writer.deliver_free(sample.position, [sample.index], results, raised, collates=False)
 

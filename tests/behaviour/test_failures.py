@@ -110,6 +110,18 @@ def records_of(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+class Skips(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return SKIP if index == 1 else index
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_where_no_sample_is_skipped_the_mark_of_one_is_no_sample(order: str) -> None:
+    loader = DataLoader(Skips(4), 4, num_workers=1, order=order, timeout=60)
+    with pytest.raises((RuntimeError, TypeError), match="cannot be collated"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize(
     ("kind", "order", "collate", "lists"),
     pairwise(itertools.product(WORKERS, ORDERS, (None, as_list), (False, True))),
