@@ -274,8 +274,6 @@ class Engine(BatchSource):
         self._pending_error = None  # of an epoch that was abandoned
         self._history.begin(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
-        if self._failures is not None:
-            self._failures.begin(epoch.number, epoch.size())
         if epoch.readers is not None:
             self._host_readers(epoch.readers)
         if self._started and self.plan.spec.cache is not None and self.plan.spec.in_threads:
@@ -287,6 +285,8 @@ class Engine(BatchSource):
             predict_next=epoch.predict_next,
             progress=epoch.progress,
         )
+        if self._failures is not None:
+            self._failures.begin(epoch.number, epoch.size(), is_right)
         self._outgoing, self._progress = None, epoch.progress
         if self.plan.worker.order.in_order:
             epoch.progress.come_in_order()

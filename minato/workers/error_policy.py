@@ -340,11 +340,14 @@ class FailureCount:
         self._exceeded = self._warned = False
         self.finished = 0
 
-    def begin(self, epoch: int, size: int | None) -> None:
-        """Start an epoch of ``size`` samples; None: unknown. Some may have failed since the epoch before it began."""
+    def begin(self, epoch: int, size: int | None, is_right: bool = True) -> None:
+        """Start an epoch of ``size`` samples; None: unknown.
+
+        If what was prefetched of it ``is_right``, some may have failed since the epoch before it began.
+        """
         self.look()
         self._begin_size = self._log.size()
-        follows = epoch - 1 == self._epoch
+        follows = is_right and epoch - 1 == self._epoch
         self._before = self._before_next if follows else self._failed(epoch)
         self._epoch, self._before_next = epoch, self._failed(epoch + 1)
         self._size = size

@@ -140,7 +140,10 @@ class WorkerContext:
             run_again=rerun,
             # An item cannot be read again where its batch is collated: it is sent as it is.
             handover=state.handover if plan.in_processes and host is None else None,
-            skips=retry is not None or plan.offers_items,
+            # Where items take free places, SKIP also stands for those that do not exist.
+            skips=retry is not None
+            or plan.offers_items
+            or (host is not None and not plan.order.keeps_places),
             tracer=runner.tracer,
         )
         if fetcher.keeps_state:

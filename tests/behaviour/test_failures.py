@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
 import minato
 from minato import SKIP, Arrival, DataLoader, ErrorPolicy, SampleFailure
@@ -389,6 +390,19 @@ def test_failures_of_the_next_epoch_are_not_those_of_this_one() -> None:
         next(iterator)
         with pytest.warns(minato.MinatoWarning, match="^8 samples of this epoch were skipped"):
             assert list(iterator) == []
+
+
+def test_failures_of_a_wrong_guess_of_the_next_epoch_are_not_those_of_that() -> None:
+    sampler = DistributedSampler(Numbers(40), 1, 0)
+    sampler.set_epoch(1)
+    bad = {next(iter(sampler))}
+    sampler.set_epoch(0)  # and nothing else: the second epoch repeats the order of the first
+    options: dict[str, Any] = {"workers": "thread", "persistent_workers": "next_epoch"}
+    loader = DataLoader(Flawed(bad), 4, sampler=sampler, num_workers=2, errors="skip", **options)
+    list(loader)
+    wait_until(functools.partial(_skips_more, loader, 1))
+    with pytest.warns(minato.MinatoWarning, match="^1 samples of this epoch were skipped"):
+        list(loader)
 
 
 def _skips_more(loader: DataLoader[Any], than: int) -> bool:
