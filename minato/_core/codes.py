@@ -14,6 +14,7 @@ __all__ = [
     "FIRST_COLLATED",
     "KIND_MASK",
     "MUST_COLLATE",
+    "NOTHING_AT_PLACES",
     "NOT_COMPLETE",
     "NO_INTEGER",
     "NUM_EPOCH_SLOTS",
@@ -45,6 +46,8 @@ KIND_MASK = 63
 # A batch that holds a blob of a kind has the flag 1 << kind.
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
 ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
+NOTHING_AT_PLACES = 1 << 0
+"""The flags of a full batch without any blob at its places."""
 
 # Values of ``step`` if a worker's lease names no position: it collates batch -4 - step, or it starts. With a position:
 # a reader of an iterable dataset is asked for that item.

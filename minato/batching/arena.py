@@ -15,7 +15,7 @@ import numpy as np
 from minato._core import now_ns
 from minato._core.limits import address_space_advice
 from minato._core.segment import Segment
-from minato._fork_safety import Loans, check_owner
+from minato._fork_safety import Loans, check_owner, this_process
 from minato.errors import warn
 
 __all__ = [
@@ -121,9 +121,10 @@ class Arena:
 
         RuntimeError: this is a forked child, whose parent acquires the same.
         """
-        if self.shared and self.owner != os.getpid():
+        if self.shared and self.owner != this_process.pid:
             check_owner(self.owner)
-        self._settle()
+        if self._ended or not self._warm:
+            self._settle()
         if self.pinned_slots is not None:
             self._warm.extend(self.pinned_slots.recycled())
         free = self._warm or self._cold

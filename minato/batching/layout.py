@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import itertools
 import math
@@ -46,10 +47,10 @@ _KEPT_LAYOUTS = 256
 _KEPT_BATCH_SIZES = 64
 """A loader needs one or two of each, unless shapes or batch sizes vary."""
 
-_HEAD = struct.Struct("<QQQII")
-"""Offset of the fields, number of samples that they are for, bytes of the layout, which follows the head, its checksum,
+_HEAD = struct.Struct("<QQQ16sQ")
+"""Offset of the fields, number of samples that they are for, bytes of the layout, which follows the head, its digest,
 and the checksum of all this."""
-_HEAD_BYTES, _SUM_BYTES = _HEAD.size, 4
+_HEAD_BYTES, _SUM_BYTES, _DIGEST_BYTES = _HEAD.size, 8, 16
 
 _NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
@@ -89,6 +90,7 @@ class Layout:
 
     def __init__(self, data: bytes) -> None:
         self._bytes = data
+        self.digest = _digest(data)
         self._spec: Spec = pickle.loads(data)
         nodes = flatten(self._spec)
         self._fields = [
@@ -317,9 +319,10 @@ def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes])
 
 
 class LayoutRecord(NamedTuple):
-    """The layout of a batch, the arena offset of its fields in bytes, and the number of samples that they are for."""
+    """The layout of a batch, and the number of samples that it is for; its fields lie in [fields, end) of the arena."""
 
     fields: int
+    end: int
     num_samples: int
     layout: Layout
 
@@ -332,40 +335,47 @@ def share_layout(
     if not fields:
         return read_layout(segment, ledger.describe(batch).layout)
     data = layout.to_bytes()
-    head = fields, count, len(data), crc32(data)
+    head = fields, count, len(data), layout.digest
     data = _HEAD.pack(*head, crc32(_HEAD.pack(*head, 0)[:-_SUM_BYTES])) + data
     offset = ledger.allocate(batch, len(data))
     segment.write(offset, data)
     first = ledger.publish_layout(batch, offset)
-    return LayoutRecord(fields, count, layout) if first == offset else read_layout(segment, first)
+    if first != offset:
+        return read_layout(segment, first)
+    return LayoutRecord(fields, fields + layout.fields_nbytes(count), count, layout)
 
 
 def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> LayoutRecord:
     """Read the layout of a batch, whose fields must lie in a known ``slot``; DamagedError: it was changed."""
     head = segment.read(offset, _HEAD_BYTES)
-    # The size of the layout is used only if its checksum is right.
-    record = _opened(head, segment.read(offset + _HEAD_BYTES, _size_of_layout(head)))
-    if slot is not None:
-        end = record.fields + record.layout.fields_nbytes(record.num_samples)
-        if not slot.start <= record.fields <= end <= slot.end:
-            raise damaged("the layout of a batch")
+    record = _opened.get(head) or _open(segment, offset, head)
+    if slot is not None and not slot.start <= record.fields <= record.end <= slot.end:
+        raise damaged("the layout of a batch")
     return record
 
 
-# The batches that a slot holds one after the other mostly have the same layout.
-@functools.lru_cache(_KEPT_LAYOUTS)
-def _size_of_layout(head: bytes) -> int:
-    if len(head) != _HEAD_BYTES or crc32(head[:-_SUM_BYTES]) != _HEAD.unpack(head)[-1]:
-        raise damaged("the layout of a batch")
-    return int(_HEAD.unpack(head)[2])
+_opened: dict[bytes, LayoutRecord] = {}
+"""By their heads: the batches that a slot holds one after the other mostly have the same layout."""
 
 
-@functools.lru_cache(_KEPT_LAYOUTS)
-def _opened(head: bytes, data: bytes) -> LayoutRecord:
-    fields, count, _, of_data, _ = _HEAD.unpack(head)
-    if crc32(data) != of_data:
+def _open(segment: Segment, offset: int, head: bytes) -> LayoutRecord:
+    """Read a layout whose head is not known. Its size is used only if the checksum is right."""
+    fields, count, nbytes, digest, checksum = _HEAD.unpack(head.ljust(_HEAD_BYTES, b"\0"))
+    if crc32(head[:-_SUM_BYTES]) != checksum:
         raise damaged("the layout of a batch")
-    return LayoutRecord(fields, count, Layout.from_bytes(data))
+    data = segment.read(offset + _HEAD_BYTES, nbytes)
+    if _digest(data) != digest:
+        raise damaged("the layout of a batch")
+    if len(_opened) >= _KEPT_LAYOUTS:
+        _opened.clear()
+    layout = Layout.from_bytes(data)
+    end = fields + layout.fields_nbytes(count)
+    _opened[head] = record = LayoutRecord(fields, end, count, layout)
+    return record
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 # ---- rows -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Reads published batches: makes tensors that view the slot."""
+"""Reads published batches: makes tensors that view the slot, or copies of a small batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from minato._core.codes import (
     ERROR_BLOB,
     FAILED,
     KIND_MASK,
+    NOTHING_AT_PLACES,
     SAMPLE_BLOB,
     STATE_BLOB,
     TEXT_BLOB,
@@ -21,11 +22,12 @@ from minato.batching.blobs import exception_of, raise_sample_error, slot_overflo
 from minato.batching.layout import Layout, read_layout
 from minato.batching.serialization import Store, damaged
 
-__all__ = ["BatchDescriptor", "BatchReader", "Places", "open_batch"]
+__all__ = ["COPIED_NBYTES", "BatchDescriptor", "BatchReader", "Places", "open_batch"]
+
+COPIED_NBYTES = 16 << 10
+"""Batches up to this size are copied out of their slots: that costs less than to lend a slot and take it back."""
 
 Places = tuple[tuple[int, int], ...]
-_NOTHING_AT_PLACES = 1
-"""The flags of a full batch without any object at its places: bit k of the flags stands for blobs of kind k."""
 
 
 class BatchDescriptor(NamedTuple):
@@ -40,7 +42,7 @@ class BatchDescriptor(NamedTuple):
 
 
 class BatchReader:
-    """Makes the batches that ``next()`` returns, without copying their arrays."""
+    """Makes the batches that ``next()`` returns; copies no arrays but those of a small batch."""
 
     def __init__(self, ledger: Ledger, arena: Arena, store: Store) -> None:
         self.ledger, self._arena, self._store = ledger, arena, store
@@ -72,11 +74,19 @@ class BatchReader:
     def read(self, batch: int, slot: Slot) -> Any:
         """Return the batch in ``slot``, or raise what a sample or the collation raised. Its tensors lease the slot.
 
-        If this was interrupted, it can be called again. The slot is leased by this reader, too, until ``discard``.
+        Those of a small batch do not. If this was interrupted, it can be called again. The slot is leased by this
+        reader, too, until ``discard``.
         """
+        record, segment = self.ledger.describe(batch), self._arena.segment
+        copies = record.used_nbytes <= COPIED_NBYTES and self._arena.pinned_slots is None
+        if copies and record.flags == NOTHING_AT_PLACES and not record.result:
+            fields, end, count, layout = read_layout(segment, record.layout, slot)
+            return layout.batch(segment.array[fields:end].copy(), 0, count, ())
         descriptor = self.describe(batch, slot)
-        lease = None if descriptor.failed else self.leased(slot, descriptor.nbytes)
-        return open_batch(descriptor, self._arena.segment, self._store, lease)
+        lease = None
+        if not (copies or descriptor.failed):
+            lease = self.leased(slot, descriptor.nbytes)
+        return open_batch(descriptor, segment, self._store, lease)
 
     def leased(self, slot: Slot, used: int) -> Any:
         """Lease a slot; again, the same view, if the last call was interrupted."""
@@ -99,7 +109,7 @@ class BatchReader:
         record = self.ledger.describe(batch)
         if record.result:
             self._store.drop(record.result & ~KIND_MASK)
-        if record.flags != _NOTHING_AT_PLACES:
+        if record.flags != NOTHING_AT_PLACES:
             for _, offset, _ in self.ledger.blobs(batch):
                 self._store.drop(offset)
         if self._held is not None and self._held[0] == slot:
@@ -115,7 +125,7 @@ class BatchReader:
 
 
 def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
-    """Return the batch of a descriptor; its arrays view the lease.
+    """Return the batch of a descriptor; its arrays view the lease, or are copies without one.
 
     DamagedError: The memory does not hold what the workers wrote. Exception: That of a sample, or of its collation.
     """
@@ -124,9 +134,11 @@ def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, leas
     offset, nbytes = descriptor.result
     if offset:
         return store.get(offset, nbytes, lease, SAMPLE_BLOB)
-    fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
+    fields, end, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
     texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
     _check_texts(layout, count, texts)
+    if lease is None:
+        return layout.batch(segment.array[fields:end].copy(), 0, count, texts)
     return layout.batch(lease, fields - descriptor.slot.start, count, texts)
 
 

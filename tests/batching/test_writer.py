@@ -19,7 +19,7 @@ from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.blobs import SampleError
 from minato.batching.collate import Collate
-from minato.batching.reader import BatchReader
+from minato.batching.reader import COPIED_NBYTES, BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
@@ -310,12 +310,19 @@ def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
 def test_a_slot_is_free_again_when_its_batch_is_gone(make: Make) -> None:
     desk = make()
     for _ in range(5):
-        value = desk.batch(SAMPLES["arrays"])
+        value = desk.batch([torch.ones(COPIED_NBYTES)] * 2)
         assert desk.arena.num_leased == 1
         assert value.data_ptr() % 64 == 0
         del value
         assert desk.arena.num_leased == 0
     assert desk.arena.num_slots == 1
+
+
+def test_a_small_batch_holds_no_slot(make: Make) -> None:
+    desk = make()
+    held = [desk.batch([torch.full((3,), i), torch.zeros(3)]) for i in range(5)]
+    assert (desk.arena.num_slots, desk.arena.num_leased) == (1, 0)
+    assert [batch[0].tolist() for batch in held] == [[i] * 3 for i in range(5)]
 
 
 def test_a_batch_that_is_nothing_but_an_error_holds_no_slot(make: Make) -> None:
