@@ -316,8 +316,18 @@ cdef class Ledger:
         cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *there
         cdef uint64_t seq, place, first = mn_load_relaxed_u64(&record.first)
+        cdef uint64_t end = first + mn_load_relaxed_u32(&record.count)
+        for seq in range(first, end):
+            there = mn_at(&self.ledger, seq)
+            if (
+                mn_load_acquire_u64(&there.place) & MN_NUMBER != seq + 1
+                or mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK == MN_SKIP_BLOB
+            ):
+                break
+        else:
+            return range(first, end)
         found = []
-        for seq in range(first, first + mn_load_relaxed_u32(&record.count)):
+        for seq in range(first, end):
             there = mn_at(&self.ledger, seq)
             place = mn_load_acquire_u64(&there.place)
             if mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK == MN_SKIP_BLOB:

@@ -341,13 +341,18 @@ class Ledger:
         with self._lock:
             return self._ticket(position) & NUMBER != 0
 
-    def occupants(self, batch: int) -> list[int]:
-        """Position of the sample that lies at each place of a full batch; -1: none does, as it was skipped."""
+    def occupants(self, batch: int) -> list[int] | range:
+        """Position of the sample that lies at each place of a full batch; -1: none does, as it was skipped.
+
+        A range if each sample lies at its own place, which is the usual case.
+        """
         with self._lock:
-            return [
+            own = self._range(batch)
+            found = [
                 -1 if self._is_skipped(place) else (self._place(place) & NUMBER) - 1
-                for place in self._range(batch)
+                for place in own
             ]
+            return own if found == [*own] else found
 
     def blobs(self, batch: int) -> list[tuple[int, int, int]]:
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from time import sleep, thread_time_ns
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,7 @@ from minato._support.items import item_of
 from minato._support.threads import if_alive
 from minato._support.values import plain
 from minato.batching.arena import Arena, MemoryPinner
-from minato.batching.reader import BatchReader
+from minato.batching.reader import COPIED_NBYTES, BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
 from minato.delivery.device import Copier, Pin, PinCopier, PrefetchReader, device_copier
 from minato.delivery.iterator import BatchSource
@@ -54,6 +55,8 @@ _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _NOTED_NS, _NOTED_S = 20_000_000, 0.0002
 """A worker notes what a lease took after its batch is complete: how long an epoch waits for that, and between looks."""
+_MOST_AHEAD = 16
+"""Small batches that are complete are read in runs of this number at most: one by one takes twice as long."""
 _BATCH_RECORDS = 2048
 _BATCHES_OFFERED = 7
 """Batches of an iterable dataset for each worker, besides the one that it runs: their items may go to any worker."""
@@ -107,6 +110,9 @@ class Engine(BatchSource):
         copier = _copier(plan, arena, pin, tracer)
         self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
         self._reader = self._prefetcher or reader
+        self.slow_threshold = plan.slow_threshold(history.costs)
+        history.decision = self.slow_threshold.decision
+        self.ledger.slow_ns = history.decision.threshold_ns
         self._early_start = self._starts_early()
         self._scaler: Scaler | None = None
         self._main_reader: MainReader | None = None
@@ -117,13 +123,13 @@ class Engine(BatchSource):
         self._dispatcher = self._dispatch(store, pool, tracer)
         self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
-        self._outgoing: Outgoing | None = None
+        self._ready: deque[Outgoing] = deque()
+        """What comes next, until it is given."""
+        self._outgoing: Outgoing | None = None  # that of the batch that is being prepared
+        self._most_ahead = 1
         self._progress: Progress | None = None
         self._started = False
         self._started_ns = now_ns()
-        self.slow_threshold = plan.slow_threshold(history.costs)
-        history.decision = self.slow_threshold.decision
-        self.ledger.slow_ns = history.decision.threshold_ns
         self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
         self._uses_threshold = (
             self._early_start is not None or worker.order.slow_to_newest or worker.defers
@@ -195,7 +201,7 @@ class Engine(BatchSource):
             ledger=self.ledger, costs=history.cost_model, num_workers=self.plan.first
         )
         if history.costs is not None:
-            early.mean_ns = history.costs.mean
+            early.follow(history.costs.mean)
         return early
 
     def _scaled_pool(self) -> Scaler | None:
@@ -287,7 +293,9 @@ class Engine(BatchSource):
         )
         if self._failures is not None:
             self._failures.begin(epoch.number, epoch.size(), is_right)
+        self._ready.clear()
         self._outgoing, self._progress = None, epoch.progress
+        self._most_ahead = _MOST_AHEAD if self._may_read_ahead(epoch.progress) else 1
         if self.plan.worker.order.in_order:
             epoch.progress.come_in_order()
         if self._scaler is not None:
@@ -297,6 +305,13 @@ class Engine(BatchSource):
             self._start()
         self.observers.started()
         return is_right
+
+    def _may_read_ahead(self, progress: Progress) -> bool:
+        """Whether batches of an epoch may be read before ``next()`` asks for them: nobody can tell."""
+        plan, worker = self.plan, self.plan.worker
+        is_plain = worker.order.in_order and worker.readers is None and plan.policy is None
+        is_counted = progress.record is not None or progress.held_by
+        return is_plain and not is_counted and type(self._reader) is BatchReader
 
     def _host_readers(self, readers: EpochReaders) -> None:
         """Have the workers' states go to the readers of an epoch."""
@@ -321,17 +336,25 @@ class Engine(BatchSource):
             self._finalizer.detach()
 
     def next(self) -> Outgoing:
-        outgoing = self._outgoing
-        if outgoing is not None and outgoing.is_given:
-            if self._progress is not None:
-                self._progress.settle()
-            self._outgoing = outgoing = None
+        ready, progress = self._ready, self._progress
+        if ready and ready[0].is_given:
+            if progress is not None:
+                progress.settle()
+            ready.popleft()
         self.observers.enter()
         try:
-            if outgoing is None:
-                self._outgoing = outgoing = self._read(self._find())
-            if (item := self._dispatcher.current) is not None:
-                self._prepare(item, outgoing)
+            if not ready or self._pending_error is not None:
+                self._fill()
+            outgoing = ready[0]
+            if not outgoing.is_noted:
+                self._window.observe(outgoing.nbytes)
+                self._prepare_workers()
+                if self._prefetcher is not None:
+                    self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
+                self.observers.leave(outgoing.num_samples, outgoing.nbytes, self._snapshot)
+                outgoing.is_noted = True
+            if progress is not None:
+                progress.last = outgoing
         except StopIteration:
             raise
         except BaseException:
@@ -339,23 +362,43 @@ class Engine(BatchSource):
             raise
         return outgoing
 
+    def _fill(self) -> None:
+        """Read the next batch, and more small ones that are complete; go on where the last call was interrupted."""
+        if self._pending_error is not None:
+            error, self._pending_error = self._pending_error, None
+            error.reraise()
+        dispatcher, ready = self._dispatcher, self._ready
+        if self._outgoing is None or self._outgoing.is_given:
+            self._outgoing = None
+            self._find()
+        while True:
+            item, outgoing = dispatcher.current, self._outgoing
+            if item is not None:
+                if outgoing is None:
+                    self._outgoing = outgoing = self._read(item)
+                self._prepare(item, outgoing)
+            if outgoing is not None:
+                ready.append(outgoing)
+            self._outgoing = None
+            is_last = item is None or item.nbytes > COPIED_NBYTES or len(ready) >= self._most_ahead
+            if is_last or not dispatcher.take_ready():
+                break
+
     def _read(self, item: OpenBatch) -> Outgoing:
         try:
-            error = self._reader.failure(item.record, item.slot)
-            if error is not None:
-                return Outgoing(error=error)
+            if not item.is_plain:
+                error = self._reader.failure(item.record, item.slot)
+                if error is not None:
+                    return Outgoing(error=error)
             return Outgoing(self._reader.read(item.record, item.slot))
         except Exception as raised:
             return Outgoing.of_error(raised)
 
-    def _find(self) -> OpenBatch:
+    def _find(self) -> None:
         try:
-            if self._pending_error is not None:
-                error, self._pending_error = self._pending_error, None
-                error.reraise()
             if self._failures is not None:
                 self._failures.check()
-            item = self._dispatcher.next()
+            self._dispatcher.next()
         except ErrorBudgetError:
             self._dispatcher.abandon()
             raise
@@ -372,7 +415,6 @@ class Engine(BatchSource):
             finally:
                 self.observers.finish()
             raise
-        return item
 
     def _await_notes(self) -> None:
         workers, due_ns = range(len(self.meters)), now_ns() + _NOTED_NS
@@ -382,22 +424,19 @@ class Engine(BatchSource):
             sleep(_NOTED_S)
 
     def _prepare(self, item: OpenBatch, outgoing: Outgoing) -> None:
-        """Prepare what to record of a batch, and the batches of later calls, before it is given; each part once."""
+        """Prepare what to record of a batch before it is given, and end it in the ledger; each part once."""
         if item.records is None:
-            item.records = [*self._state_of(item), *self._dispatcher.records(item)]
+            records = self._dispatcher.records(item, len(self._ready))
+            item.records = records if item.is_plain else [*self._state_of(item), *records]
         if not item.is_prepared:
-            used_bytes = self._dispatcher.read(item)
-            self._prepare_workers(item)
-            if self._prefetcher is not None:
-                self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
+            self._dispatcher.read(item)
+            if self._early_start is not None and self._early_start.threshold_ns:
+                self._early_start.learn(item.record)
             if self._failures is not None:
                 self._failures.finished += len(item.indices)
-            if self.observers:
-                self.observers.leave(item.num_samples, used_bytes, self._snapshot)
             item.is_prepared = True
         outgoing.records = item.records
-        if self._progress is not None:
-            self._progress.last = outgoing
+        outgoing.num_samples, outgoing.nbytes = item.num_samples, item.nbytes
         self._dispatcher.returned(item)
 
     def _state_of(self, item: OpenBatch) -> list[Callable[[], object]]:
@@ -407,12 +446,10 @@ class Engine(BatchSource):
         state = self._reader.state(item.record)
         return [] if state is None else [functools.partial(states.update, *state)]
 
-    def _prepare_workers(self, item: OpenBatch) -> None:
+    def _prepare_workers(self) -> None:
         """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
         try:
-            if self._early_start is not None and self.ledger.slow_ns:
-                self._early_start.learn(item.record)
-            if not self._dispatcher.top_up():
+            if not self._dispatcher.top_up(len(self._ready) - 1):
                 return
             if self._uses_threshold:
                 self._update_threshold()
@@ -426,11 +463,12 @@ class Engine(BatchSource):
 
     def _snapshot(self) -> LoaderSnapshot:
         self._metrics.look(self._pool.usage)
-        window, in_flight = self._window, self._dispatcher.num_open
+        ahead = len(self._ready) - 1
+        window, in_flight = self._window, self._dispatcher.num_open + ahead
         return LoaderSnapshot(
             self._state.active.count,
             in_flight,
-            self._dispatcher.num_ready,
+            self._dispatcher.num_ready + ahead,
             window.limit,
             round(in_flight * window.batch_bytes),
             window.budget_bytes,
@@ -471,7 +509,7 @@ class Engine(BatchSource):
             self.ledger.slow_ns = self._history.decision.threshold_ns
             self._history.costs = self.slow_threshold.recent
             if self._early_start is not None:
-                self._early_start.mean_ns = self.slow_threshold.recent.mean
+                self._early_start.follow(self.slow_threshold.recent.mean)
         self._costs_due_ns = now + max(
             _READ_COSTS_EVERY_NS, _READ_COSTS_SHARE * (thread_time_ns() - began_ns)
         )

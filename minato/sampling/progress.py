@@ -134,12 +134,15 @@ class Outgoing:
     Attributes:
         is_pinned: Whether the batch, or its error, is that of the copy to pinned memory.
         is_given: Whether the training loop has it.
+        is_noted: Whether the engine's observers know of it.
+        num_samples, nbytes: What they count.
         records: Functions that record the batch. Each may be called again, without effect.
     """
 
     batch: Any = None
     error: BaseException | None = None
-    is_given = is_pinned = False
+    is_given = is_pinned = is_noted = False
+    num_samples = nbytes = 0
     records: Sequence[Callable[[], object]] = ()
 
     def __init__(self, batch: object = None, error: BaseException | None = None) -> None:
@@ -275,17 +278,19 @@ class Progress(_Recorder):
                 lateness.asked(len(indices) or 1, number)
 
     def returns(
-        self, positions: list[int] | range, start: int, num_slow: int = 0
+        self, positions: list[int] | range, start: int, num_slow: int = 0, ahead: int = 0
     ) -> Callable[[], None]:
         """Note the batch that ``next()`` is about to return; returns a function that notes it as delivered, once.
 
         Args:
             positions: Of its samples, in the order in which batches were drawn; negative without a sample.
             start: Position of the first sample of the epoch.
+            ahead: Number of batches that are returned before it.
         """
+        number = self.batches + ahead
         if self.record is not None:
-            self.record.delivered([position - start for position in positions], self.batches)
-        return functools.partial(self.delivered, positions, start, self.batches, num_slow)
+            self.record.delivered([position - start for position in positions], number)
+        return functools.partial(self.delivered, positions, start, number, num_slow)
 
     def together(
         self, batches: Iterable[Sequence[Callable[[], object]]]

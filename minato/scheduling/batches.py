@@ -52,8 +52,10 @@ class OpenBatch:
         first: Position of its first sample.
         records: Functions that record it when the training loop has it; None before ``next()`` has prepared that.
         is_empty: Whether it is complete without samples to return; None: not known yet.
+        is_plain: Whether it is complete and consists of its fields alone.
+        nbytes: Bytes that it takes, once it is complete.
         num_samples: Number of samples that are returned, once the records are made.
-        is_prepared: Whether the batches after it are prepared.
+        is_prepared: Whether it was read, and its memory dropped.
         is_discarded: Whether its memory was freed, or belongs to the tensors of the training loop.
     """
 
@@ -72,6 +74,8 @@ class OpenBatch:
     first: int = -1
     records: list[Callable[[], object]] | None = None
     is_empty: bool | None = None
+    is_plain: bool = False
+    nbytes: int = 0
     num_samples: int = 0
     is_prepared: bool = False
     is_discarded: bool = False
@@ -88,8 +92,8 @@ class RetiringBatches:
     returned: list[OpenBatch] = field(default_factory=list)
     cancelled: list[OpenBatch] = field(default_factory=list)
 
-    def records(self, item: OpenBatch) -> list[Callable[[], object]]:
-        """Return the functions that record the samples of a batch as delivered or skipped."""
+    def records(self, item: OpenBatch, ahead: int) -> list[Callable[[], object]]:
+        """Return the functions that record the samples of a batch as delivered or skipped, ``ahead`` batches later."""
         ledger, (progress, start) = self.ledger, _epoch_of(item)
         records: list[Callable[[], object]] = []
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
@@ -106,20 +110,24 @@ class RetiringBatches:
                 records.append(functools.partial(progress.skipped, skipped, start))
             placed = sum(position >= 0 for position in occupants)
             item.num_samples = min(item.num_samples, placed)
-        return [*records, progress.returns(occupants, start, num_slow)]
+        records.append(progress.returns(occupants, start, num_slow, ahead))
+        return records
 
     def add_returned(self, item: OpenBatch) -> None:
-        """Add a batch that was read."""
-        if not (self.returned and self.returned[-1] is item):
+        """Add a batch that was read; it ends at once where each sample keeps its own place."""
+        if self.keeps_places:
+            self._retire(item)
+        elif not (self.returned and self.returned[-1] is item):
             self.returned.append(item)
-        self.sweep()
+        if self.returned or self.cancelled:
+            self.sweep()
 
     def note_skipped(self, item: OpenBatch) -> None:
         """Record all samples of a batch as skipped, which is dropped because of skipped samples."""
         progress, start = _epoch_of(item)
         if self.keeps_places and self.skips:
             progress.skipped(self.ledger.skipped(item.record), start)
-        progress.skipped(self.ledger.occupants(item.record), start)
+        progress.skipped([*self.ledger.occupants(item.record)], start)
 
     def note_missing(self, item: OpenBatch) -> None:
         """Record that a batch has no items, because their reader has ended before."""
@@ -147,9 +155,8 @@ class RetiringBatches:
     def sweep(self) -> None:
         """Free the records of batches none of whose samples still run."""
         for item in self.returned[:]:
-            if item.retired or self.keeps_places or self.ledger.settled(item.record):
-                are_mixed = not (self.keeps_places or item.retired)
-                if self.skips and are_mixed and item.epoch.progress is not None:
+            if item.retired or self.ledger.settled(item.record):
+                if self.skips and not item.retired and item.epoch.progress is not None:
                     progress, start = _epoch_of(item)
                     progress.skipped(self.ledger.skipped(item.record), start)
                 self._retire(item)

@@ -9,8 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from minato._core import ConsumerLedger, EventCount, now_ns
-from minato._core.codes import ENDED, FAILED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
+from minato._core import BatchRecord, ConsumerLedger, EventCount, now_ns
+from minato._core.codes import (
+    ENDED,
+    FAILED,
+    KIND_MASK,
+    NOTHING_AT_PLACES,
+    NUM_EPOCH_SLOTS,
+    READY,
+    SKIP_BLOB,
+    SKIPPED,
+)
 from minato.batching.arena import Slot
 from minato.batching.sample_spec import Handover
 from minato.errors import Postponed, add_note, warn
@@ -319,6 +328,11 @@ class Dispatcher:
             else:
                 left_s = self._wait(seen, left_s)
 
+    def take_ready(self) -> bool:
+        """Take the batch that comes next, if it is complete and has samples to return, as ``next`` does."""
+        found = self._order.next_ready(self._open, self._is_ready)
+        return found is not None and self._take(found)
+
     def _raise_unmade(self) -> None:
         """Raise the error of a batch that has no indices, once all before it are given."""
         error = self._unmade
@@ -332,17 +346,21 @@ class Dispatcher:
         if item in self._open:
             self._open.remove(item)
         if item.is_empty is None:
-            item.is_empty = self._is_empty(item)
+            record = self._ledger.describe(item.record)
+            item.is_plain = record.flags == NOTHING_AT_PLACES and not record.result
+            item.nbytes = _nbytes_of(record)
+            is_whole = item.is_plain and not self._drops_short
+            item.is_empty = not is_whole and self._is_empty(item, record)
             self._wait_stats.delivered += not item.is_empty
-            item.found_ns = self._tracer.now()
+            if self._tracer.enabled:
+                item.found_ns = self._tracer.now()
         if item.is_empty:
             self._retiring.add_empty(item)
             self.current = None
         return not item.is_empty
 
-    def _is_empty(self, item: OpenBatch) -> bool:
+    def _is_empty(self, item: OpenBatch, record: BatchRecord) -> bool:
         """Whether a complete batch has no samples to return, or is dropped as a short one; records that, if so."""
-        record = self._ledger.describe(item.record)
         if record.flags & ENDED or (self._drops_short and self._ends_short(item, record.flags)):
             self._retiring.note_missing(item)
             return True
@@ -378,27 +396,24 @@ class Dispatcher:
         self._lacks_samples = True
         return True
 
-    def nbytes(self, item: OpenBatch) -> int:
-        """Bytes of a batch in its slot; of one that a thread hands over as an object, about those of the object."""
-        record = self._ledger.describe(item.record)
-        return record.used_nbytes or record.result_nbytes
-
-    def read(self, item: OpenBatch) -> int:
-        """Record that a batch was read, and drop its memory apart from what its tensors view; returns its bytes."""
-        batch_bytes = self.nbytes(item)
+    def read(self, item: OpenBatch) -> None:
+        """Record that a batch was read, and drop its memory apart from what its tensors view."""
         if self._tracer.enabled:
             now = self._tracer.now()
             self._tracer.slice("read", item.found_ns, now)
             args = {"epoch": item.epoch.number, "samples": len(item.indices)}
             self._tracer.span("batch", item.opened_ns, now, args)
-        self._window.observe(batch_bytes)
         self._retiring.discard(item)
-        return batch_bytes
 
-    def records(self, item: OpenBatch) -> list[Callable[[], object]]:
-        """Functions that record a batch, or its error, once it is given; they need no ledger, and may be repeated."""
-        counts = self._assignment.returns(item.owner)
-        return [*self._retiring.records(item), *([] if counts is None else [counts])]
+    def records(self, item: OpenBatch, ahead: int = 0) -> list[Callable[[], object]]:
+        """Functions that record a batch, or its error, once it is given; they need no ledger, and may be repeated.
+
+        ``ahead`` batches are given before it.
+        """
+        records = self._retiring.records(item, ahead)
+        if item.owner and (counts := self._assignment.returns(item.owner)) is not None:
+            records.append(counts)
+        return records
 
     def returned(self, item: OpenBatch) -> None:
         """Go on to the batch that comes next; this one is kept elsewhere until it is given."""
@@ -439,8 +454,8 @@ class Dispatcher:
         """Allow more batches; False if the limit stays."""
         if not self._window.batch_bytes and self._open:
             # The first batch of an iterator may be the slow one, with complete ones behind it.
-            sizes = (self.nbytes(item) for item in self._open)
-            self._window.expect(max(sizes))
+            records = (self._ledger.describe(item.record) for item in self._open)
+            self._window.expect(max(map(_nbytes_of, records)))
         return self._window.grow()
 
     def _sleep(self, limit_s: float, seen: int) -> float:
@@ -456,10 +471,11 @@ class Dispatcher:
 
     # ---- opening batches --------------------------------------------------------------------
 
-    def refill(self) -> None:
-        """Open as many batches as the window allows."""
+    def refill(self, ahead: int = 0) -> None:
+        """Open as many batches as the window allows, besides those that were read ``ahead`` of their time."""
         try:
-            while self._window.has_room(self.num_open) and self._open_next():
+            most = self._window.most - ahead
+            while len(self._open) + len(self._prefetched) < most and self._open_next():
                 if now_ns() - self._woken_ns > _WAKE_NS:
                     self._wake()
         finally:
@@ -472,15 +488,15 @@ class Dispatcher:
             self._ledger.wake(self._to_wake)
             self._to_wake = 0
 
-    def top_up(self) -> bool:
+    def top_up(self, ahead: int = 0) -> bool:
         """Refill, but only when the window is low, so that several batches are opened at once; False if it is not."""
-        if not self._window.is_low(self.num_open):
+        if not self._window.is_low(len(self._open) + len(self._prefetched) + ahead):
             return False
         now = now_ns()
         if now - self._refilled_ns < _REFILL_NS and not self._exhausted:
             self._window.widen()
         self._refilled_ns = now
-        self.refill()
+        self.refill(ahead)
         return True
 
     def _open_next(self) -> bool:
@@ -517,8 +533,9 @@ class Dispatcher:
         if owner is None:
             return False
         item = self._open_batch(drawn, owner)
-        if self._early_start is not None:
-            self._early_start.hint(item.record, item.indices)
+        early, epoch_start = self._early_start, item.epoch.start
+        if early is not None and early.threshold_ns and epoch_start is not None:
+            early.hint(item.first, item.indices, epoch_start)
         return True
 
     def _keep_places(self) -> None:
@@ -548,7 +565,7 @@ class Dispatcher:
 
     def _open_batch(self, drawn: Drawn, owner: int) -> OpenBatch:
         """Write a batch to the ledger, where workers find it."""
-        opened_ns = self._tracer.now()
+        opened_ns = self._tracer.now() if self._tracer.enabled else 0
         indices = drawn.indices
         # An empty batch has a place too, for the result of collate_fn([]).
         count = len(indices) or 1
@@ -567,8 +584,15 @@ class Dispatcher:
         if self._handover is not None:
             bound = self._handover.keeps_batches
         item = OpenBatch(
-            *(-1, indices, slot, indices_slot, 0 if fits_ledger else offset),
-            *(epoch, owner, bound, opened_ns),
+            record=-1,
+            indices=indices,
+            slot=slot,
+            indices_slot=indices_slot,
+            indices_offset=0 if fits_ledger else offset,
+            epoch=epoch,
+            owner=owner,
+            bound=bound,
+            opened_ns=opened_ns,
             drawn=drawn,
             first=self._ledger.tail,
         )
@@ -631,7 +655,8 @@ class Dispatcher:
             batches.append(item)
         if not item.bound:
             self._bind_late(item)
-        self._assignment.opened(item.owner)
+        if item.owner:
+            self._assignment.opened(item.owner)
         self._batches.drop(item.drawn)
         self._opening = None
 
@@ -645,3 +670,8 @@ class Dispatcher:
             if not overdue.retired:
                 self._ledger.bind_late(overdue.record, item.record)
             recent.popleft()
+
+
+def _nbytes_of(record: BatchRecord) -> int:
+    """Bytes of a batch in its slot; of one that a thread hands over as an object, about those of the object."""
+    return record.used_nbytes or record.result_nbytes

@@ -8,7 +8,7 @@ __all__ = ["PrefetchWindow"]
 
 _DEPTH = 2
 """Batches per worker at the start, as torch's default ``prefetch_factor``."""
-_REFILL_SHARE, _MOST_REFILLED = 4, 8
+_REFILL_SHARE, _MOST_REFILLED = 4, 16
 """The window is low when more than a quarter of it is empty, or more than this number of batches."""
 
 _RUNS, _RUN_BYTES = 64, 4 << 20
@@ -78,11 +78,15 @@ class PrefetchWindow:
         """Whether the budget in bytes keeps the window from growing."""
         return not self._fixed and not self._fits(self.limit + 1)
 
-    def has_room(self, in_flight: int) -> bool:
-        """Whether another batch may be opened. The first one always may, if ``limit`` is not 0."""
-        if in_flight >= self.limit:
-            return False
-        return not in_flight or (self._has_started(in_flight) and self._fits(in_flight + 1))
+    @property
+    def most(self) -> int:
+        """How many batches may be in flight now: at least one, if ``limit`` is not 0."""
+        most = self.limit
+        if not self._fixed and self.batch_bytes:
+            most = min(most, int(self.budget_bytes // self.batch_bytes))
+        if self._slow_start is not None:
+            most = min(most, self._returned // self._slow_start + 1)
+        return min(max(most, 1), self.limit)
 
     def is_low(self, in_flight: int) -> bool:
         """Whether batches are to be opened now. Several together take a third of the time that they take one by one.

@@ -234,45 +234,41 @@ class EarlyStart:
 
     A sample that costs as much as n others starts earlier, by the number of samples that all workers run in that time.
     So it ends about when n others would have ended in its place. The costs of earlier epochs, to which those of this
-    engine are added, and the mean (0: unknown) are in ns.
+    engine are added, are in ns.
+
+    Attributes:
+        threshold_ns: Samples that cost more start early; 0: none do.
     """
 
     def __init__(self, *, ledger: ConsumerLedger, costs: CostModel, num_workers: int) -> None:
         self._ledger, self._costs = ledger, costs
         self._num_workers = max(num_workers, 1)
-        self._epoch_slot = -1
-        self._epoch_start = 0
-        self.mean_ns = 0.0
+        self._mean_ns = self.threshold_ns = 0.0
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers."""
         self._num_workers = max(num_workers, 1)
+        self.follow(self._mean_ns)
 
-    @property
-    def _threshold_ns(self) -> float:
-        """Samples that cost more start early; 0: none do."""
-        slow_ns = self._ledger.slow_ns
-        if slow_ns == 0 or self.mean_ns < _MIN_MEAN_NS * self._num_workers:
-            return 0.0
-        return max(slow_ns, self.mean_ns)
+    def follow(self, mean_ns: float) -> None:
+        """Note the mean cost of the samples, 0 if it is unknown, and from which cost on they are slow now."""
+        self._mean_ns, slow_ns = mean_ns, self._ledger.slow_ns
+        is_felt = mean_ns >= _MIN_MEAN_NS * self._num_workers
+        self.threshold_ns = max(slow_ns, mean_ns) if slow_ns and is_felt else 0.0
 
     def learn(self, batch: int) -> None:
-        """Record the costs of a full batch."""
-        if self._threshold_ns:
-            for index, cost_ns in self._ledger.costs(batch):
-                self._costs.observe(index, cost_ns)
+        """Record the costs of a full batch; only where samples start early."""
+        for index, cost_ns in self._ledger.costs(batch):
+            self._costs.observe(index, cost_ns)
 
-    def hint(self, batch: int, indices: list[object]) -> None:
-        """Let slow samples of a new batch start early, but not before their epoch: earlier ones are needed sooner."""
-        record = self._ledger.describe(batch)
-        if record.epoch_slot != self._epoch_slot:
-            self._epoch_slot, self._epoch_start = record.epoch_slot, record.first
-        threshold_ns = self._threshold_ns
-        if threshold_ns == 0:
-            return
-        for position, index in enumerate(indices, record.first):
+    def hint(self, first: int, indices: Iterable[object], epoch_start: int) -> None:
+        """Let slow samples of a batch start early, but not before their epoch: earlier ones are needed sooner.
+
+        ``first`` is the position of the batch's first sample; only where samples start early.
+        """
+        for position, index in enumerate(indices, first):
             cost_ns = self._costs.predict(index)
-            if cost_ns is not None and cost_ns > threshold_ns:
-                others = (cost_ns - self.mean_ns) / self.mean_ns
-                ahead = min(math.ceil(others * self._num_workers), position - self._epoch_start)
+            if cost_ns is not None and cost_ns > self.threshold_ns:
+                others = (cost_ns - self._mean_ns) / self._mean_ns
+                ahead = min(math.ceil(others * self._num_workers), position - epoch_start)
                 self._ledger.start_early(position, ahead)

@@ -130,7 +130,7 @@ class Desk:
     def deliver(self, batch: int) -> list[int]:
         """Take a ready batch; returns the positions of the samples in it."""
         assert self.ledger.state(batch) == codes.READY
-        occupants = self.ledger.occupants(batch)
+        occupants = [*self.ledger.occupants(batch)]
         assert len(set(occupants)) == len(occupants)
         return occupants
 

@@ -86,7 +86,9 @@ class Account:
         self.dropped_numbers: list[int] = []
         self.finished = 0
 
-    def returns(self, positions: list[int], start: int, num_slow: int = 0) -> Callable[[], None]:
+    def returns(
+        self, positions: list[int], start: int, num_slow: int = 0, ahead: int = 0
+    ) -> Callable[[], None]:
         numbers = [position - start for position in positions]
         return lambda: self.delivered_numbers.append(numbers)
 

@@ -25,7 +25,8 @@ def early_start(
     bench: Bench, costs_ns: dict[int, float], mean_ns: float = 1.0 * MS, slow_ns: int = 3 * MS
 ) -> EarlyStart:
     early = EarlyStart(ledger=bench.ledger, costs=knowing(costs_ns), num_workers=2)
-    bench.ledger.slow_ns, early.mean_ns = slow_ns, mean_ns
+    bench.ledger.slow_ns = slow_ns
+    early.follow(mean_ns)
     bench.dispatcher._early_start = early
     return early
 
@@ -106,9 +107,9 @@ def test_costs_are_learned_from_full_batches() -> None:
     lease = bench.claim(0, 2)
     bench.workers[0].note_costs(0, array("q", [5 * MS, 13 * MS // 2]), 2)
     bench.finish(lease)
-    early.learn(lease.batch)
-    assert early._costs.nbytes == 0  # not yet known whether that is worth the time
-    early.mean_ns = 5.0 * MS
+    assert early.threshold_ns == 0  # not yet known whether learning is worth the time
+    early.follow(5.0 * MS)
+    assert early.threshold_ns == 5.0 * MS
     early.learn(lease.batch)
     assert [early._costs.predict(index) for index in (20, 21)] == [5 * MS, 6.5 * MS]
 

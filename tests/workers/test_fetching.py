@@ -105,13 +105,11 @@ def test_a_slow_start_asks_for_little_more_than_was_delivered(slow_start: int, o
 
 def test_a_slow_start_neither_grows_nor_opens_before_its_time() -> None:
     window = PrefetchWindow(num_workers=2, fixed=None, budget_bytes=1 << 30, slow_start=2)
-    assert window.has_room(0)
-    assert not window.has_room(1)
+    assert window.most == 1
     assert not window.grow()  # it would only be asked again and again
     for _ in range(2):
         window.observe(100)
-    assert window.has_room(1)
-    assert not window.has_room(2)
+    assert window.most == 2
 
 
 class Stuck(Numbers):
