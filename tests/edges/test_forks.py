@@ -607,9 +607,21 @@ def of_worker_threads(folder: Path) -> Lock:
     return reading._ANNOUNCED, lambda: total(rows("thread")) == 400
 
 
+def of_objects(folder: Path) -> Lock:
+    pytest.importorskip("obstore")
+    from minato.sources import objects
+
+    def works() -> bool:
+        with objects._undecided:
+            return True
+
+    return objects._undecided, works
+
+
 LOCKS = {
     "caching": [of_memory_cache, of_unpickled_memory_cache, of_disk_cache],
     "_support.counters": [of_counters],
+    "sources.objects": [of_objects],
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],
     "consumers": [of_consumers],
@@ -644,7 +656,7 @@ def test_every_lock_is_known() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(make, marks=[pytest.mark.large] * (make is of_parquet))
+        pytest.param(make, marks=[pytest.mark.large] * (make in (of_objects, of_parquet)))
         for makes in LOCKS.values()
         for make in makes
     ],
