@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import time
@@ -36,9 +37,11 @@ _WRITTEN_S = 0.05
 _BEGINS = b'{"index":'
 _LONGEST_TEXT = 1 << 16
 """Of a message or traceback in the log, in characters."""
-_OUTCOMES = ("skipped", "substituted", "recovered", "raised")
-_OF_ODD_EPOCHS = {"skipped": "skipped in odd epochs", "substituted": "substituted in odd epochs"}
-"""Counts of their own: two epochs that run at a time follow each other."""
+_OF_EPOCHS = {
+    outcome: (f"{outcome} in even epochs", f"{outcome} in odd epochs")
+    for outcome in ("skipped", "substituted")
+}
+"""Counts of their own, which never change together: two epochs that run at a time follow each other."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class FailureLog:
             )
             path, descriptor = None, anonymous_log()
         self._file, self._path = OwnDescriptor(descriptor), path
-        self._counters = Counters(*_OUTCOMES, *_OF_ODD_EPOCHS.values(), "unrecorded", "retries")
+        of_epochs = itertools.chain(*_OF_EPOCHS.values())
+        self._counters = Counters(*of_epochs, "recovered", "raised", "unrecorded", "retries")
 
     @staticmethod
     def check(path: str) -> None:
@@ -135,10 +139,8 @@ class FailureLog:
             self._write(failure.record(outcome))
         except Exception as error:
             self._note_unrecorded(error)
-        by = {outcome: 1, "retries": max(failure.attempts - 1, 0)}
-        if failure.epoch % 2 and outcome in _OF_ODD_EPOCHS:
-            by[_OF_ODD_EPOCHS[outcome]] = 1
-        self._counters.add(**by)
+        name = _OF_EPOCHS[outcome][failure.epoch % 2] if outcome in _OF_EPOCHS else outcome
+        self._counters.add(**{name: 1, "retries": max(failure.attempts - 1, 0)})
 
     def _note_unrecorded(self, error: Exception) -> None:
         first = not self.counts()["unrecorded"]
@@ -174,8 +176,12 @@ class FailureLog:
             time.sleep(_WRITTEN_S)
 
     def counts(self) -> dict[str, int]:
-        """Failures by outcome, also of odd epochs, those without a line (``unrecorded``), and the number of retries."""
-        return self._counters.by_name()
+        """Failures by outcome, also of even and odd epochs, without a line (``unrecorded``), and number of retries."""
+        counts = self._counters.by_name()
+        sums = {
+            outcome: sum(counts[name] for name in names) for outcome, names in _OF_EPOCHS.items()
+        }
+        return {**sums, **counts}
 
     def size(self) -> int:
         """Bytes of all records."""
@@ -330,7 +336,7 @@ class FailureCount:
     def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
         self._log, self._budget, self._path = log, budget, path
         self.totals: Counter[str] = Counter()
-        self._of_odd = dict.fromkeys(_OF_ODD_EPOCHS, 0)
+        self._of_epochs = [dict.fromkeys(_OF_EPOCHS, 0)] * 2  # of even and of odd ones
         self.retries = 0
         self._epoch: int | None = None
         self._before: dict[str, int] = {}  # failures of earlier epochs
@@ -390,13 +396,15 @@ class FailureCount:
         """Count the failures in the log."""
         counts = self._log.counts()
         self.retries = counts.pop("retries")
-        self._of_odd = {outcome: counts.pop(name) for outcome, name in _OF_ODD_EPOCHS.items()}
+        self._of_epochs = [
+            {outcome: counts.pop(names[odd]) for outcome, names in _OF_EPOCHS.items()}
+            for odd in (0, 1)
+        ]
         self.totals = Counter(counts)
 
     def _failed(self, epoch: int) -> dict[str, int]:
         """Samples that were skipped and substituted in all epochs that are odd if this one is, else in all others."""
-        odd = self._of_odd
-        return odd if epoch % 2 else {name: self.totals[name] - odd[name] for name in odd}
+        return self._of_epochs[epoch % 2]
 
     def _of_epoch(self) -> list[int]:
         """Samples of this epoch that were skipped and substituted."""

@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 
 import minato
 from minato import SKIP, Arrival, DataLoader, ErrorPolicy, SampleFailure
-from minato.workers.error_policy import FailureLog
+from minato.workers.error_policy import FailureCount, FailureLog
 from tests.behaviour.states import Stateful
 from tests.datasets import ORDERS, Numbers, drain, flat, rows, wait_until
 from tests.disks import file_size_limit, small_disk
@@ -544,6 +544,25 @@ def check_log(parts: list[Any]) -> None:
             assert log.last(log.size()) is None
         assert log.counts()["skipped"] == len(expected)
         assert log.counts()["unrecorded"] == 0
+
+
+def test_a_failure_of_the_next_epoch_never_counts_in_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker may be stopped between two of the numbers that it changes."""
+    log = FailureLog()
+    counted, add = FailureCount(log, 1, None), log._counters.add
+    counted.begin(2, 9)
+
+    def slowly(**counts: int) -> None:
+        for name, count in counts.items():
+            add(**{name: count})
+            counted.check()  # at most one sample may fail
+
+    monkeypatch.setattr(log._counters, "add", slowly)
+    for epoch in (2, 3, 3):
+        log.append(SampleFailure(0, epoch, 0, 0, 1, KeyError(), None), "skipped")
+    assert log.counts()["skipped"] == 3
 
 
 def test_a_line_that_another_worker_is_writing_is_not_cut(
