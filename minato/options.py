@@ -172,9 +172,11 @@ def _percentile(name: str, value: object) -> Any:
 
 def _path(name: str, value: Any) -> str | None:
     try:
-        return None if value is None else os.fsdecode(value)
+        path = None if value is None else os.fsdecode(value)
     except TypeError:
         raise _wrong_type(name, value, "give a path") from None
+    # It means the same file later, whatever directory the program goes to.
+    return os.path.join(os.getcwd(), path) if path and not os.path.isabs(path) else path
 
 
 _on_error = _one_of(

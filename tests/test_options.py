@@ -24,6 +24,7 @@ from minato import (
     Record,
     Replay,
     SharedPool,
+    StragglerPolicy,
 )
 from minato._support.loader_class import TorchDataLoader
 from minato.options import DEFAULT_MAX_LAG, GROUPS, OPTION_NAMES, OWN_NAMES, Options, TorchArguments
@@ -123,9 +124,15 @@ def test_an_amount_of_memory() -> None:
         assert options(memory_budget=given).memory_budget == nbytes
 
 
-def test_a_path_is_a_string() -> None:
-    paths = Record(b"file").path, Replay(Path("file")).path, Observe(trace=b"file").trace  # type: ignore[arg-type]
-    assert paths == ("file",) * 3
+def test_a_path_stays_where_the_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = (
+        *(Record(b"file").path, Replay(Path("file")).path, Observe(trace=b"file").trace),  # type: ignore[arg-type]
+        *(ErrorPolicy(log="file").log, StragglerPolicy(history=Path("file")).history),
+    )
+    assert paths == (str(tmp_path / "file"),) * 5
 
 
 @pytest.mark.parametrize(
@@ -187,9 +194,9 @@ def test_readers_that_are_not_possible() -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match="order='strict' contradicts in_order=False"):
         options(order="strict", in_order=False)
-    words = r"recording=Replay\(path='file'\) gives the batches as they are recorded"
+    words = r"recording=Replay\(path='/file'\) gives the batches as they are recorded"
     with pytest.raises(ValueError, match=words):
-        options(order="batch", recording=Replay("file"))
+        options(order="batch", recording=Replay("/file"))
 
 
 @pytest.mark.parametrize("make", [Arrival, FastFirst])
