@@ -31,6 +31,8 @@ _QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
 """Counts of a source that cost little to read."""
 _QUICK_OF = itemgetter(*_QUICK)
 _TOTALS = ("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK)
+_FAILURES = ("deaths", "retries", "recovered", "skipped", "substituted", "raised", "unrecorded")
+"""Counts of a source that also grow between two epochs, where its workers run ahead: the later epoch has these."""
 _TOGETHER = 16
 """Epochs that have ended are added to sums this many at a time: short ones must not wait for it."""
 _MOST_AT_A_TIME = 8
@@ -356,14 +358,16 @@ class EpochLog(Observer):
         return max([*ended_ns, *(each.active_ns for each in self._running)], default=0)
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> RunningEpoch:
-        known = None
+        latest = None
         if source not in self._sources:
             self._sources += (source,)
         else:
             self._settle_all(source)
-            if source.stands_still and self._latest is not None and self._latest[0] is source:
-                known = self._latest[1]
-        before, machine = self._metrics(source, known)
+            if self._latest is not None and self._latest[0] is source:
+                latest = self._latest[1]
+        before, machine = self._metrics(source, latest if source.stands_still else None)
+        if latest is not None and not source.stands_still:
+            before.counts.update({name: latest.counts[name] for name in _FAILURES})
         calls = Calls(now_ns())
         record = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
         running = RunningEpoch(self, record, progress, source)

@@ -95,6 +95,32 @@ def test_an_epoch_holds_what_was_added_during_it(stands_still: bool) -> None:
     assert whole.histograms["total"].count == 6
 
 
+def test_what_fails_between_two_epochs_is_of_the_later_one() -> None:
+    """As workers run ahead."""
+    journal, source, skipped = EpochLog(), MetricsSource(), 0
+
+    def counts() -> dict[str, int]:
+        return {"busy_ns": source.busy_ns, "skipped": skipped}
+
+    source.metrics = lambda: Metrics(Counts(counts()))  # type: ignore[method-assign]
+    source.quick_counts = counts  # type: ignore[method-assign]
+    for number in (0, 1):
+        running = epoch(journal, source, number, 3)
+        skipped += 1
+        running.enter()
+        running.finish()
+        skipped += 2
+        source.work(7)
+    epoch(journal, source, 2, 1)
+    figures = [each.metrics.counts for each in journal.records()]
+    assert [(each["skipped"], each["busy_ns"]) for each in figures] == [
+        (1, 300),
+        (3, 300),
+        (2, 100),
+    ]
+    assert (journal.totals().counts["skipped"], journal.totals().counts["busy_ns"]) == (6, 700)
+
+
 def test_an_abandoned_epoch_is_kept_when_its_engine_goes_or_the_next_begins() -> None:
     journal, source, others = EpochLog(), MetricsSource(), MetricsSource()
     epoch(journal, source, 0, 2)
