@@ -322,7 +322,7 @@ HEDGED = FetchOptions(2, max_in_flight=4, hedge_percentile=90)
         ({"num_workers": 0, "cache": MemoryCache(1000)}, {}, None),
         ({"cache": MemoryCache(1000), "persistent_workers": True}, {}, None),
         ({"fetch_concurrency": HEDGED}, {}, {"num_workers": 3}),
-        ({"recording": Replay("order")}, LATE, None),
+        ({"recording": Replay}, LATE, None),
         ({"order": "arrival"}, UNEVEN, {"prefetch_factor": 8}),
         ({"order": Arrival(8)}, UNEVEN, {"prefetch_factor": 8, "order": Arrival(16)}),
         ({"order": FastFirst(1)}, UNEVEN, {"prefetch_factor": 8}),
@@ -340,6 +340,8 @@ def test_advice_goes_with_the_other_arguments(
     monkeypatch.chdir(tmp_path)
     list(DataLoader(Numbers(8), 4, recording=Record("order")))
     given = {"num_workers": 2, **arguments}
+    if "recording" in given:
+        given["recording"] = given["recording"]("order")
     setup = DataLoader(Numbers(8), 4, **given).report().setup
     found = judge(setup, run(**figures))
     assert found.changes == changes
