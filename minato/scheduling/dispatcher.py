@@ -475,7 +475,7 @@ class Dispatcher:
         """Open as many batches as the window allows, besides those that were read ``ahead`` of their time."""
         try:
             most = self._window.most - ahead
-            while len(self._open) + len(self._prefetched) < most and self._open_next():
+            while self.num_open < most and self._open_next():
                 if now_ns() - self._woken_ns > _WAKE_NS:
                     self._wake()
         finally:
@@ -490,7 +490,7 @@ class Dispatcher:
 
     def top_up(self, ahead: int = 0) -> bool:
         """Refill, but only when the window is low, so that several batches are opened at once; False if it is not."""
-        if not self._window.is_low(len(self._open) + len(self._prefetched) + ahead):
+        if not self._window.is_low(self.num_open + ahead):
             return False
         now = now_ns()
         if now - self._refilled_ns < _REFILL_NS and not self._exhausted:

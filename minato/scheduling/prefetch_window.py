@@ -84,9 +84,7 @@ class PrefetchWindow:
         most = self.limit
         if not self._fixed and self.batch_bytes:
             most = min(most, int(self.budget_bytes // self.batch_bytes))
-        if self._slow_start is not None:
-            most = min(most, self._returned // self._slow_start + 1)
-        return min(max(most, 1), self.limit)
+        return min(max(min(most, self._started), 1), self.limit)
 
     def is_low(self, in_flight: int) -> bool:
         """Whether batches are to be opened now. Several together take a third of the time that they take one by one.
@@ -100,7 +98,7 @@ class PrefetchWindow:
         """Allow more batches, because workers idle while the training loop waits; False if the limit stays."""
         if self._fixed or self.limit == self._max_batches or not self._fits(self.limit + 1):
             return False
-        if not self._has_started(self.limit):
+        if self.limit >= self._started:
             return False
         self.limit = self._bounded(self.limit + self._step)
         log("the prefetch window grows to %d batches", self.limit)
@@ -142,9 +140,10 @@ class PrefetchWindow:
     def _bounded(self, limit: int) -> int:
         return limit if self._max_batches is None else min(limit, self._max_batches)
 
-    def _has_started(self, in_flight: int) -> bool:
-        """Whether the slow start allows more than ``in_flight`` batches."""
-        return self._slow_start is None or in_flight <= self._returned // self._slow_start
+    @property
+    def _started(self) -> int:
+        """How many batches the slow start allows; one more than the limit where there is none."""
+        return self._returned // self._slow_start + 1 if self._slow_start else self.limit + 1
 
     def _fits(self, batches: int) -> bool:
         return self._fixed or batches * self.batch_bytes <= self.budget_bytes
