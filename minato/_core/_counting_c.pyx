@@ -28,14 +28,18 @@ cdef extern from "histogram.h" nogil:
     uint64_t mn_histogram_middle(uint32_t bucket)
     uint64_t mn_histogram_get(const uint64_t *word)
     void mn_histogram_record(mn_histogram *h, uint64_t value)
-    void mn_histogram_add(mn_histogram *to, const mn_histogram *source)
+    void mn_histogram_add(mn_histogram *to, const mn_histogram *source, uint32_t low, uint32_t high)
     Py_ssize_t sizeof_histogram "sizeof(mn_histogram)"
+    Py_ssize_t offsetof_buckets "offsetof(mn_histogram, bucket)"
 
 
 __all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Calls", "Histogram", "Occurrences", "sum_of_hashes"]
 
 HISTOGRAM_NBYTES = sizeof_histogram
 """Bytes of one histogram: count, total and max, then 720 buckets from byte 64, all uint64."""
+
+cdef object SCRATCH = bytearray(HISTOGRAM_NBYTES)
+"""What a snapshot begins with."""
 
 
 @cython.final
@@ -44,6 +48,8 @@ cdef class Histogram:
 
     cdef mn_histogram *h
     cdef Py_buffer view
+    cdef uint32_t low, high  # the buckets that it has: all, or those of a snapshot
+    cdef bint is_snapshot
 
     def __cinit__(self, buffer=None):
         if buffer is None:
@@ -54,6 +60,7 @@ cdef class Histogram:
         if <uintptr_t>self.view.buf % 8:
             raise ValueError("a histogram's memory must be aligned to 8 bytes")
         self.h = <mn_histogram *>self.view.buf
+        self.high = MN_HISTOGRAM_BUCKETS
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
@@ -64,7 +71,7 @@ cdef class Histogram:
         cdef long long number = PyLong_AsLongLongAndOverflow(value, &overflow)
         if overflow < 0 or (number < 0 and not overflow):
             raise ValueError(f"a duration cannot be negative: {value}")
-        mn_histogram_record(self.h, MN_HISTOGRAM_TOP if overflow else <uint64_t>number)
+        self._add(MN_HISTOGRAM_TOP if overflow else <uint64_t>number)
 
     def record_all(self, values, Py_ssize_t count) -> int:
         """Count the first ``count`` values of int64 memory, none of them negative."""
@@ -77,7 +84,7 @@ cdef class Histogram:
                 raise ValueError(f"{view.len} bytes hold no {count} values")
             for i in range(count):
                 value = (<uint64_t *>view.buf)[i]
-                mn_histogram_record(self.h, value)
+                self._add(value)
                 largest = max(largest, value)
             return largest
         finally:
@@ -85,7 +92,18 @@ cdef class Histogram:
 
     def merge(self, Histogram other not None) -> None:
         """Add the counts of ``other``."""
-        mn_histogram_add(self.h, other.h)
+        self._check_writable()
+        mn_histogram_add(self.h, other.h, other.low, other.high)
+
+    cdef inline int _add(self, uint64_t value) except -1:
+        self._check_writable()
+        mn_histogram_record(self.h, value)
+        return 0
+
+    cdef inline int _check_writable(self) except -1:
+        if self.is_snapshot:
+            raise TypeError("a snapshot of a histogram is read-only")
+        return 0
 
     @property
     def count(self) -> int:
@@ -114,23 +132,38 @@ cdef class Histogram:
             raise ValueError(f"q is a share between 0 and 1, not {q}")
         cdef uint32_t i
         cdef uint64_t count = 0, seen = 0, rank
-        for i in range(MN_HISTOGRAM_BUCKETS):
+        for i in range(self.high - self.low):
             count += mn_histogram_get(&self.h.bucket[i])
         if count == 0:
             return 0
         rank = max(<uint64_t>ceil(q * <double>count), <uint64_t>1)
         if rank >= count:
             return mn_histogram_get(&self.h.max)
-        for i in range(MN_HISTOGRAM_BUCKETS):
+        for i in range(self.high - self.low):
             seen += mn_histogram_get(&self.h.bucket[i])
             if seen >= rank:
                 break
-        return min(mn_histogram_middle(i), mn_histogram_get(&self.h.max))
+        return min(mn_histogram_middle(self.low + i), mn_histogram_get(&self.h.max))
 
     def snapshot(self) -> Histogram:
-        """Return a copy in memory of its own."""
-        cdef Histogram copy = Histogram()
-        mn_histogram_add(copy.h, self.h)
+        """Return a read-only copy, without the buckets below and above all values."""
+        cdef uint32_t low = 0, high = self.high - self.low
+        while high and not mn_histogram_get(&self.h.bucket[high - 1]):
+            high -= 1
+        while low < high and not mn_histogram_get(&self.h.bucket[low]):
+            low += 1
+        cdef Histogram copy = Histogram.__new__(Histogram, SCRATCH)
+        memory = bytearray(offsetof_buckets + 8 * (high - low))
+        PyBuffer_Release(&copy.view)
+        PyObject_GetBuffer(memory, &copy.view, PyBUF_WRITABLE)
+        copy.h = <mn_histogram *>copy.view.buf
+        copy.low, copy.high, copy.is_snapshot = self.low + low, self.low + high, True
+        cdef uint32_t i
+        for i in range(low, high):
+            copy.h.bucket[i - low] = mn_histogram_get(&self.h.bucket[i])
+        copy.h.total = mn_histogram_get(&self.h.total)
+        copy.h.max = mn_histogram_get(&self.h.max)
+        copy.h.count = mn_histogram_get(&self.h.count)
         return copy
 
     def subtract(self, Histogram older not None) -> Histogram:
@@ -139,16 +172,18 @@ cdef class Histogram:
         The largest value of the window is known to its bucket only (1/32). Where ``older`` holds what
         this one does not, the window is all that this one holds.
         """
-        cdef Histogram window = self.snapshot()
+        cdef Histogram window = Histogram()
         cdef uint32_t i, last = 0
+        window.merge(self)
         if older.h.total > window.h.total:
             return window
-        for i in range(MN_HISTOGRAM_BUCKETS):
-            if older.h.bucket[i] > window.h.bucket[i]:
+        for i in range(older.low, older.high):
+            if older.h.bucket[i - older.low] > window.h.bucket[i]:
                 return window
+        for i in range(older.low, older.high):
+            window.h.bucket[i] -= older.h.bucket[i - older.low]
         window.h.count = 0
         for i in range(MN_HISTOGRAM_BUCKETS):
-            window.h.bucket[i] -= older.h.bucket[i]
             window.h.count += window.h.bucket[i]
             if window.h.bucket[i]:
                 last = i
@@ -173,18 +208,22 @@ cdef class Calls:
         """A call begins."""
         self.entered_ns = now
         if mn_histogram_get(&self.waits.h.count):
-            mn_histogram_record(self.steps.h, <uint64_t>max(now - self.left_ns, 0))
+            self.steps._add(<uint64_t>max(now - self.left_ns, 0))
 
     def leave(self, int64_t now, int64_t samples, int64_t nbytes, bint looked=False) -> bool:
         """A call returns a batch."""
         if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
             return False
+        self.waits._add(<uint64_t>max(now - self.entered_ns, 0))
         self.left_ns = now
-        mn_histogram_record(self.waits.h, <uint64_t>max(now - self.entered_ns, 0))
         self.wall_ns = now - self.began_ns
         self.samples += samples
         self.nbytes += nbytes
         return True
+
+    def close(self) -> None:
+        """There are no more calls: keep little memory."""
+        self.waits, self.steps = self.waits.snapshot(), self.steps.snapshot()
 
 
 cdef enum:

@@ -60,7 +60,7 @@ class Histogram:
         BufferError: The buffer is read-only.
     """
 
-    __slots__ = ("_buckets", "_words")
+    __slots__ = ("_buckets", "_is_snapshot", "_low", "_words")
 
     def __init__(self, buffer: Buffer | None = None) -> None:
         view = memoryview(bytearray(HISTOGRAM_NBYTES) if buffer is None else buffer)
@@ -74,17 +74,19 @@ class Histogram:
         if not array.flags.aligned:
             raise ValueError("a histogram's memory must be aligned to 8 bytes")
         self._words = view.cast("B").cast("Q")
-        self._buckets = array[_FIRST_BUCKET:]
+        self._buckets, self._low, self._is_snapshot = array[_FIRST_BUCKET:], 0, False
 
     def record(self, value: int) -> None:
         """Count one duration (int, ns).
 
         Raises:
             ValueError: ``value`` is negative.
+            TypeError: The histogram is a snapshot.
         """
         value = min(as_integer(value), _TOP)
         if value < 0:
             raise ValueError(f"a duration cannot be negative: {value}")
+        self._check_writable()
         words = self._words
         words[_FIRST_BUCKET + _bucket(value)] += 1
         words[_TOTAL] = (words[_TOTAL] + value) & _WORD_MASK
@@ -114,11 +116,16 @@ class Histogram:
         """Add the counts of ``other``."""
         if not isinstance(other, Histogram):
             raise TypeError(f"a Histogram is required, not {type(other).__name__}")
+        self._check_writable()
         mine, theirs = self._words, other._words
-        self._buckets += other._buckets
+        self._buckets[other._low :][: len(other._buckets)] += other._buckets
         mine[_TOTAL] = (mine[_TOTAL] + theirs[_TOTAL]) & _WORD_MASK
         mine[_MAX] = max(mine[_MAX], theirs[_MAX])
         mine[_COUNT] += theirs[_COUNT]
+
+    def _check_writable(self) -> None:
+        if self._is_snapshot:
+            raise TypeError("a snapshot of a histogram is read-only")
 
     @property
     def count(self) -> int:
@@ -157,18 +164,22 @@ class Histogram:
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"q is a share between 0 and 1, not {q}")
         reached = np.cumsum(self._buckets)
-        count = int(reached[-1])
+        count = int(reached[-1]) if len(reached) else 0
         if count == 0:
             return 0
         rank = max(math.ceil(q * float(count)), 1)
         if rank >= count:
             return self.max
-        return min(_middle(int(np.searchsorted(reached, rank))), self.max)
+        return min(_middle(self._low + int(np.searchsorted(reached, rank))), self.max)
 
     def snapshot(self) -> Histogram:
-        """Return a copy in memory of its own."""
+        """Return a read-only copy, without the buckets below and above all values."""
+        used = np.flatnonzero(self._buckets)
+        low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         copy = Histogram()
-        copy.merge(self)
+        copy._low, copy._is_snapshot = self._low + low, True
+        copy._buckets = self._buckets[low:high].copy()
+        copy._words = memoryview(self._words[:_FIRST_BUCKET].tobytes()).cast("Q")
         return copy
 
     def subtract(self, older: Histogram) -> Histogram:
@@ -179,10 +190,12 @@ class Histogram:
         """
         if not isinstance(older, Histogram):
             raise TypeError(f"a Histogram is required, not {type(older).__name__}")
-        window = self.snapshot()
-        if older.total > window.total or bool(np.any(older._buckets > window._buckets)):
+        window = Histogram()
+        window.merge(self)
+        buckets = window._buckets[older._low :][: len(older._buckets)]
+        if older.total > window.total or bool(np.any(older._buckets > buckets)):
             return window
-        window._buckets -= older._buckets
+        buckets -= older._buckets
         held = np.flatnonzero(window._buckets)
         window._words[_COUNT] = int(window._buckets.sum())
         window._words[_TOTAL] -= older.total
@@ -230,12 +243,16 @@ class Calls:
         """
         if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
             return False
-        self.left_ns = now
         self.waits.record(max(now - self.entered_ns, 0))
+        self.left_ns = now
         self.wall_ns = now - self.began_ns
         self.samples += samples
         self.nbytes += nbytes
         return True
+
+    def close(self) -> None:
+        """There are no more calls: keep little memory."""
+        self.waits, self.steps = self.waits.snapshot(), self.steps.snapshot()
 
 
 def _hash(index: object, hash_other: Callable[[object], int]) -> int:

@@ -54,9 +54,10 @@ static inline void mn_histogram_record(mn_histogram *h, uint64_t value) {
     mn_histogram_set(&h->count, h->count + 1);
 }
 
-static inline void mn_histogram_add(mn_histogram *to, const mn_histogram *from) {
-    for (int i = 0; i < MN_HISTOGRAM_BUCKETS; i++)
-        mn_histogram_set(&to->bucket[i], to->bucket[i] + mn_histogram_get(&from->bucket[i]));
+/* Add a histogram that has the buckets from `low` to `high - 1` only to one that has them all. */
+static inline void mn_histogram_add(mn_histogram *to, const mn_histogram *from, uint32_t low, uint32_t high) {
+    for (uint32_t i = low; i < high; i++)
+        mn_histogram_set(&to->bucket[i], to->bucket[i] + mn_histogram_get(&from->bucket[i - low]));
     mn_histogram_set(&to->total, to->total + mn_histogram_get(&from->total));
     uint64_t max = mn_histogram_get(&from->max);
     if (max > to->max) mn_histogram_set(&to->max, max);

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from minato._core import Calls, Histogram, now_ns
 from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.machine import MachineSnapshot
-from minato.observe.meters import EMPTY, SlowSample, merged, slowest_of
+from minato.observe.meters import EMPTY, SlowSample, slowest_of
 from minato.observe.observers import (
     Counts,
     EpochState,
@@ -31,6 +31,7 @@ _QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
 """Counts of a source that cost little to read."""
 _QUICK_OF = itemgetter(*_QUICK)
 _TOTALS = ("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK)
+_TOTALS_OF = itemgetter(*_TOTALS)
 _FAILURES = ("deaths", "retries", "recovered", "skipped", "substituted", "raised", "unrecorded")
 """Counts of a source that also grow between two epochs, where its workers run ahead: the later epoch has these."""
 _TOGETHER = 16
@@ -148,6 +149,7 @@ class EpochRecord:
             samples=calls.samples,
             bytes=calls.nbytes,
             wall_ns=calls.wall_ns,
+            waited_ns=self.waited_ns,
             start_ns=self.start_ns,
             first_ns=self.first_ns,
             failed_ns=self.failed_ns,
@@ -159,41 +161,23 @@ class EpochRecord:
     @property
     def metrics(self) -> Metrics:
         """The metrics of this epoch, and all of the above; each call makes another."""
-        return _metrics_of([self])
+        lags = EMPTY if self.lateness is None else self.lateness.latest
+        own = {"wait": self.waits.snapshot(), "step": self.steps.snapshot(), "lag": lags}
+        return Metrics(self.counts, {**own, **self.after.grown_since(self.before)})
 
     def totals(self, quick: Counts) -> tuple[int, ...]:
-        """The counts of ``Totals`` in this order, with the present call of ``next()`` or that in which it has ended.
+        """The counts of ``Totals`` in this order, with the present call of ``next()``.
 
         Args:
             quick: Those of its source, now or at the end of the epoch.
         """
         calls, wall_ns, waited_ns = self.calls, self.calls.wall_ns, self.waited_ns
         if (entered_ns := calls.entered_ns) > calls.left_ns:
-            now = self.ended_ns or now_ns()
+            now = now_ns()
             wall_ns = max(wall_ns, now - calls.began_ns)
             waited_ns += max(now - entered_ns, 0)
         own = calls.waits.count, calls.samples, calls.nbytes, wall_ns, waited_ns
         return *own, *map(sub, _QUICK_OF(quick), _QUICK_OF(self.before.counts))
-
-
-def _metrics_of(records: Sequence[EpochRecord]) -> Metrics:
-    """The metrics of epochs that came one after the other."""
-    lags = (EMPTY if each.lateness is None else each.lateness.latest for each in records)
-    total, first = Metrics(Counts.total([each.counts for each in records])), 0
-    total.histograms.update(
-        wait=merged(each.waits for each in records),
-        step=merged(each.steps for each in records),
-        lag=merged(lags),
-    )
-    for number, record in enumerate(records, 1):
-        # Those of an engine that stands still between two epochs go on, and are subtracted once.
-        if (
-            number == len(records)
-            or records[number].before.histograms is not record.after.histograms
-        ):
-            total.merge(record.after.grown_since(records[first].before))
-            first = number
-    return total
 
 
 _NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
@@ -224,14 +208,12 @@ class _Ended(NamedTuple):
     """The epochs that have ended.
 
     Attributes:
-        records: Those that are kept, and a few before them; the latest last, where new ones are appended.
-        forgotten: Metrics of all epochs before these.
-        totals: Those of the forgotten epochs, and of the first ``num_added`` of the records.
+        records: Those that are kept, and some before them; the latest last, where new ones are appended.
+        added: Metrics of all epochs before these, and of the first ``num_added`` of them.
     """
 
     records: list[EpochRecord]
-    forgotten: Metrics
-    totals: tuple[int, ...]
+    added: Metrics
     num_added: int
 
 
@@ -301,7 +283,6 @@ class RunningEpoch(Observer):
 
     def finish(self) -> None:
         if not self.is_over:
-            self.fail()  # the loop has waited for the end, too
             calls = self.record.calls
             calls.wall_ns = now_ns() - calls.began_ns
             self.record.finished = True
@@ -322,7 +303,7 @@ class EpochLog(Observer):
         self.storage: Callable[[], Counts] = Counts
         # Readers in other threads take these first: an epoch that ends meanwhile is also in the other place.
         self._running: tuple[RunningEpoch, ...] = ()
-        self._ended = _Ended([], Metrics(), (0,) * len(_TOTALS), 0)
+        self._ended = _Ended([], Metrics(), 0)
         self._sources: tuple[MetricsSource, ...] = ()  # of engines that run
         self._latest: tuple[MetricsSource, Metrics] | None = None  # of the last epoch that ended
         # Of the storage, while epochs ran; and as it was when those began that run now.
@@ -333,13 +314,6 @@ class EpochLog(Observer):
     def past(self) -> list[EpochRecord]:
         """Epochs that have ended or were abandoned, the latest last."""
         return self._ended.records[-_KEPT_EPOCHS:]
-
-    @property
-    def forgotten(self) -> Metrics:
-        """Metrics of epochs that are no longer kept."""
-        total = _metrics_of(self._ended.records[:-_KEPT_EPOCHS])
-        total += self._ended.forgotten
-        return total
 
     @property
     def reads(self) -> Counts:
@@ -402,6 +376,7 @@ class EpochLog(Observer):
 
     def settle(self, running: RunningEpoch) -> None:
         """Note the end of an epoch that has ended, or is abandoned."""
+        running.fail()  # the loop has waited for the end, too
         record, records = self._updated(running), self._ended.records
         record.ended_ns = record.ended_ns or now_ns()
         if record not in records[-_MOST_AT_A_TIME:]:  # an interruption may come after it
@@ -411,19 +386,17 @@ class EpochLog(Observer):
         if not self._running:
             self._reads = self.reads, None
         running.is_over = True
+        record.calls.close()
         if len(records) - self._ended.num_added > _TOGETHER:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add all epochs but the latest to the totals, and forget the oldest."""
-        records, forgotten, totals, num_added = self._ended
-        new = [each.totals(each.after.counts) for each in records[num_added:-1]]
-        totals = tuple(map(sum, zip(totals, *new, strict=True)))
-        if old := records[:-_KEPT_EPOCHS]:
-            before, forgotten = forgotten, _metrics_of(old)
-            forgotten += before
-        kept = records[len(old) :]
-        self._ended = _Ended(kept, forgotten, totals, len(kept) - 1)
+        """Add all epochs but the latest to the sum, and forget the oldest."""
+        records, added, num_added = self._ended
+        if new := [each.metrics for each in records[num_added:-1]]:
+            added = Metrics.total([added, *new])
+            kept = records[-_KEPT_EPOCHS:]
+            self._ended = _Ended(kept, added, len(kept) - 1)
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
@@ -449,7 +422,7 @@ class EpochLog(Observer):
                     latest = each.record, each_of[-1]
             if running is self._running:  # else an epoch has ended or begun meanwhile
                 break
-        sums = map(sum, zip(ended.totals, *each_of, strict=True))
+        sums = map(sum, zip(_TOTALS_OF(ended.added.counts), *each_of, strict=True))
         counts = dict(zip(_TOTALS, sums, strict=True))
         # Between two lines of leave() or settle(), what the loop waits and what workers do may be in neither place.
         self._shown = {n: max(counts[n], least) for n, least in self._shown.items()}
@@ -460,12 +433,17 @@ class EpochLog(Observer):
         runs, loader = current is not None, record.use.last or _NO_LOADER
         return Totals(counts, record.epoch, runs, wall_ns, waited_ns, batches, samples, loader)
 
-    def records(self) -> list[EpochRecord]:
-        """All epochs that are kept, in the order in which something last happened in them."""
-        running, past = self._running, self.past
-        found = [(each.ended_ns, each) for each in past]
-        found += [(each.active_ns, self._updated(each)) for each in _still(running, past)]
-        return [record for _, record in sorted(found, key=itemgetter(0))]
+    def look(self) -> tuple[list[EpochRecord], Metrics]:
+        """All epochs that are kept, in the order in which something last happened in them; and the sum of all."""
+        running, (records, added, num_added) = self._running, self._ended
+        past = [*records]
+        found = [(each.ended_ns, each) for each in past[-_KEPT_EPOCHS:]]
+        new = past[num_added:]
+        for each in _still(running, past):
+            new.append(self._updated(each))
+            found.append((each.active_ns, each.record))
+        whole = Metrics.total([added, *(each.metrics for each in new)])
+        return [record for _, record in sorted(found, key=itemgetter(0))], whole
 
     def _updated(self, running: RunningEpoch) -> EpochRecord:
         record, source, progress = running.record, running.source, running.progress

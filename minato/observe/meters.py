@@ -233,5 +233,5 @@ class CostStats:
             run = {**self.run}
             for place, name in enumerate(run):
                 if counts[place] != self._counts[place]:
-                    run[name] = merged([worker.all[place] for worker in workers])
+                    run[name] = merged(worker.all[place] for worker in workers).snapshot()
             self.run, self._counts = run, [each.count for each in run.values()]

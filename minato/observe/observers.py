@@ -13,7 +13,7 @@ from minato._core import Histogram
 from minato._support.values import message_of, type_name
 from minato.errors import warn
 from minato.observe.lateness import Lateness, ThresholdDecision
-from minato.observe.meters import EMPTY, SlowSample
+from minato.observe.meters import EMPTY, SlowSample, merged
 
 __all__ = [
     "Counts",
@@ -55,27 +55,26 @@ class Metrics:
 
     Attributes:
         counts: By name, with the unit in the name.
-        histograms: By name; read-only.
+        histograms: By name; read-only, so that several metrics may share one.
     """
 
     counts: Counts = field(default_factory=Counts)
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
-    def __iadd__(self, other: Metrics) -> Metrics:
-        """Add other metrics to a sum, which owns its histograms."""
-        self.counts.add(other.counts)
-        self.merge(other.histograms)
-        return self
-
-    def merge(self, histograms: Mapping[str, Histogram]) -> None:
-        """Add histograms to those of a sum."""
-        own = self.histograms
-        for name, values in histograms.items():
-            known = own.setdefault(name, EMPTY)
-            if values is not EMPTY:
-                if known is EMPTY:
-                    own[name] = known = Histogram()
-                known.merge(values)
+    @classmethod
+    def total(cls, many: Sequence[Metrics]) -> Metrics:
+        """The sum of metrics."""
+        parts: dict[str, list[Histogram]] = {}
+        for each in many:
+            for name, values in each.histograms.items():
+                known = parts.setdefault(name, [])
+                if values is not EMPTY:
+                    known.append(values)
+        histograms = {
+            name: known[0] if len(known) == 1 else merged(known) if known else EMPTY
+            for name, known in parts.items()
+        }
+        return cls(Counts.total([each.counts for each in many]), histograms)
 
     def grown_since(self, older: Metrics) -> dict[str, Histogram]:
         """The increase of the histograms since an older snapshot of the same metrics."""

@@ -103,13 +103,10 @@ def report_of(
     dataset: Mapping[str, float] = MappingProxyType({}),
 ) -> Report:
     """The report of all epochs of a loader so far, and figures of its dataset."""
-    records = log.records()
+    records, total = log.look()
     whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
     seen = [each.use for each in records if each.use.last is not None]
     whole.use = seen[-1] if seen else whole.use  # an epoch that has no batch yet shows nothing
-    metrics, total = [each.metrics for each in records], Metrics()
-    for each in (log.forgotten, *metrics):
-        total += each
     total.counts.update(log.reads)
     numbers = [number for each in seen for number in each.workers] or [0]
     run = _period(whole, total, "run", steps, (min(numbers), max(numbers)))
@@ -119,8 +116,8 @@ def report_of(
         verdict=judge(setup, run),
         run=run,
         epochs=tuple(
-            _period(each, of_epoch, f"epoch {each.epoch}", steps, each.use.workers)
-            for each, of_epoch in zip(records, metrics, strict=True)
+            _period(each, each.metrics, f"epoch {each.epoch}", steps, each.use.workers)
+            for each in records
         ),
         slowest=tuple(
             figures.SlowSample(
@@ -196,7 +193,7 @@ def _waited(use: LoaderUse) -> tuple[tuple[float, float], ...]:
 
 def _waiting(metrics: Metrics) -> figures.Waiting:
     counts, waits = metrics.counts, _histogram(metrics, "wait")
-    waited_ns = counts["start_ns"] + waits.total + counts["failed_ns"]
+    waited_ns = counts["waited_ns"]
     return figures.Waiting(
         total_s=waited_ns / 1e9,
         share=_ratio(waited_ns, counts["wall_ns"]),

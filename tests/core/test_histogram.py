@@ -94,6 +94,27 @@ def test_subtracting_leaves_the_window(
     assert before.count == len(older)
 
 
+@given(values=durations, others=durations)
+def test_a_snapshot_says_the_same_and_stays(
+    twin: ModuleType, values: list[int], others: list[int]
+) -> None:
+    histogram, whole = recorded(twin, values), recorded(twin, others)
+    seen, told = histogram.snapshot(), summary(histogram)
+    whole.merge(seen)
+    assert summary(whole) == summary(recorded(twin, others + values))
+    assert summary(whole.snapshot().subtract(seen.snapshot())) == summary(whole.subtract(histogram))
+    histogram.record(70)
+    assert summary(seen) == summary(seen.snapshot()) == told
+    for change in (
+        lambda: seen.record(70),
+        lambda: seen.record_all(array.array("q", [70]), 1),
+        lambda: seen.merge(whole),
+    ):
+        with pytest.raises(TypeError, match="read-only"):
+            change()
+    assert summary(seen) == told
+
+
 def test_without_a_snapshot_of_its_own_a_histogram_is_all_window(twin: ModuleType) -> None:
     before = recorded(twin, [5, 5, 9])
     for values in ([700], [700, 5, 5], [5]):
@@ -198,4 +219,11 @@ def test_calls_count_those_that_return_and_the_time_between(twin: ModuleType) ->
     calls.enter(150)  # of another clock: no time is negative
     calls.is_wanted = False
     assert calls.leave(140, 1, 5, True)
+    waits, steps = summary(calls.waits), summary(calls.steps)
+    calls.close()
+    for late in (lambda: calls.enter(300), lambda: calls.leave(300, 1, 5, True)):
+        with pytest.raises(TypeError, match="read-only"):
+            late()
+    assert (summary(calls.waits), summary(calls.steps)) == (waits, steps)
+    assert (calls.samples, calls.left_ns) == (5, 140)
     assert (calls.waits.total, calls.steps.total) == (74, 16)
