@@ -39,6 +39,7 @@ _TOGETHER = 16
 _MOST_AT_A_TIME = 8
 """Epochs of one loader that may end in one moment."""
 _NO_MACHINE = MachineSnapshot()
+_Outside = tuple[Mapping[str, int], Mapping[str, int]]
 
 
 class LoaderUse:
@@ -96,7 +97,8 @@ class EpochRecord:
         pinned_ns: Time to copy batches to pinned memory.
         ranks_ns: Time of waiting for other ranks.
         lateness: Distance of the batches from the sampler's order.
-        before, after: Metrics of engine, machine and storage at the start of the epoch, and as of the last update.
+        before, after: Metrics of the engine at the start of the epoch, and as of the last update.
+        outside: The counts of machine and storage, at these two moments.
         held_by_budget: Whether the memory budget kept more batches from being opened.
         finished: Whether it ended regularly.
         ended_ns: When it ended, or was abandoned; 0 before.
@@ -113,6 +115,7 @@ class EpochRecord:
     lateness: Lateness | None = None
     before: Metrics = field(default_factory=Metrics)
     after: Metrics = field(default_factory=Metrics)
+    outside: tuple[_Outside, _Outside] = (({}, {}), ({}, {}))
     use: LoaderUse = field(default_factory=LoaderUse)
     machine: MachineSnapshot = _NO_MACHINE
     decision: ThresholdDecision | None = None
@@ -139,6 +142,8 @@ class EpochRecord:
     def counts(self) -> Counts:
         """The numbers of this epoch, all of the above included."""
         counts, calls = self.after.counts.minus(self.before.counts), self.calls
+        for before, after in zip(*self.outside, strict=True):
+            counts.update(Counts(after).minus(Counts(before)))
         asked, delivered, outstanding = self.coverage
         counts.update(
             asked=asked,
@@ -339,14 +344,20 @@ class EpochLog(Observer):
             self._settle_all(source)
             if self._latest is not None and self._latest[0] is source:
                 latest = self._latest[1]
-        before, machine = self._metrics(source, latest if source.stands_still else None)
-        if latest is not None and not source.stands_still:
-            before.counts.update({name: latest.counts[name] for name in _FAILURES})
+        if latest is None or not source.stands_still:
+            before = source.metrics()
+            if latest is not None:
+                before.counts.update({name: latest.counts[name] for name in _FAILURES})
+        else:
+            before = latest
+        machine, storage = self.machine(), self.storage()
+        outside = machine.counts, storage
         calls = Calls(now_ns())
         record = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
+        record.outside = outside, outside
         running = RunningEpoch(self, record, progress, source)
         if not self._running:
-            self._reads = self.reads, self.storage()
+            self._reads = self.reads, storage
         self._running += (running,)
         return running
 
@@ -447,22 +458,11 @@ class EpochLog(Observer):
 
     def _updated(self, running: RunningEpoch) -> EpochRecord:
         record, source, progress = running.record, running.source, running.progress
-        record.after, record.machine = self._metrics(source)
+        record.after, record.machine = source.metrics(), self.machine()
+        record.outside = record.outside[0], (record.machine.counts, self.storage())
         record.decision, record.held_by_budget = source.decision(), source.held_by_budget
         record.coverage, record.lateness = progress.num_samples(), progress.lateness
         return record
-
-    def _metrics(
-        self, source: MetricsSource, known: Metrics | None = None
-    ) -> tuple[Metrics, MachineSnapshot]:
-        """All metrics, those of the machine and of the storage included; ``known``: the source still has these."""
-        machine = self.machine()
-        metrics = (
-            source.metrics() if known is None else Metrics(Counts(known.counts), known.histograms)
-        )
-        metrics.counts.update(machine.counts)
-        metrics.counts.update(self.storage())
-        return metrics, machine
 
 
 def _still(running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]) -> Sequence[RunningEpoch]:

@@ -233,5 +233,6 @@ class CostStats:
             run = {**self.run}
             for place, name in enumerate(run):
                 if counts[place] != self._counts[place]:
-                    run[name] = merged(worker.all[place] for worker in workers).snapshot()
+                    each = [worker.all[place] for worker in workers]
+                    run[name] = (each[0] if len(each) == 1 else merged(each)).snapshot()
             self.run, self._counts = run, [each.count for each in run.values()]
