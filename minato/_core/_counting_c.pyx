@@ -199,6 +199,7 @@ cdef class Calls:
     cdef readonly Histogram waits, steps
     cdef public int64_t began_ns, entered_ns, left_ns, wall_ns, due_ns, samples, nbytes
     cdef public bint is_wanted
+    cdef readonly bint is_closed
 
     def __cinit__(self, int64_t now):
         self.waits, self.steps = Histogram(), Histogram()
@@ -206,23 +207,28 @@ cdef class Calls:
 
     def enter(self, int64_t now) -> None:
         """A call begins."""
+        if self.is_closed:
+            return
         self.entered_ns = now
         if mn_histogram_get(&self.waits.h.count):
-            self.steps._add(<uint64_t>max(now - self.left_ns, 0))
+            mn_histogram_record(self.steps.h, <uint64_t>max(now - self.left_ns, 0))
 
     def leave(self, int64_t now, int64_t samples, int64_t nbytes, bint looked=False) -> bool:
         """A call returns a batch."""
+        if self.is_closed:
+            return True
         if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
             return False
-        self.waits._add(<uint64_t>max(now - self.entered_ns, 0))
         self.left_ns = now
+        mn_histogram_record(self.waits.h, <uint64_t>max(now - self.entered_ns, 0))
         self.wall_ns = now - self.began_ns
         self.samples += samples
         self.nbytes += nbytes
         return True
 
     def close(self) -> None:
-        """There are no more calls: keep little memory."""
+        """Note no more calls, and keep little memory."""
+        self.is_closed = True
         self.waits, self.steps = self.waits.snapshot(), self.steps.snapshot()
 
 

@@ -215,22 +215,25 @@ class Calls:
         wall_ns: Time from the start to the last return.
         due_ns: From this time after the start on, ``leave`` asks for a look at the loader.
         is_wanted: ``leave`` asks for one anyway.
+        is_closed: Further calls are not noted.
         samples, nbytes: Of the batches that were returned.
     """
 
     __slots__ = (
-        *("began_ns", "due_ns", "entered_ns", "is_wanted", "left_ns", "nbytes", "samples"),
-        *("steps", "waits", "wall_ns"),
+        *("began_ns", "due_ns", "entered_ns", "is_closed", "is_wanted", "left_ns", "nbytes"),
+        *("samples", "steps", "waits", "wall_ns"),
     )
 
     def __init__(self, now: int) -> None:
         self.waits, self.steps = Histogram(), Histogram()
         self.began_ns = self.entered_ns = self.left_ns = now
         self.wall_ns = self.due_ns = self.samples = self.nbytes = 0
-        self.is_wanted = False
+        self.is_wanted = self.is_closed = False
 
     def enter(self, now: int) -> None:
         """A call begins."""
+        if self.is_closed:
+            return
         self.entered_ns = now
         if self.waits.count:
             self.steps.record(max(now - self.left_ns, 0))
@@ -241,17 +244,20 @@ class Calls:
         Returns:
             False: it notes nothing, since a look at the loader is due; it is called again after that, with ``looked``.
         """
+        if self.is_closed:
+            return True
         if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
             return False
-        self.waits.record(max(now - self.entered_ns, 0))
         self.left_ns = now
+        self.waits.record(max(now - self.entered_ns, 0))
         self.wall_ns = now - self.began_ns
         self.samples += samples
         self.nbytes += nbytes
         return True
 
     def close(self) -> None:
-        """There are no more calls: keep little memory."""
+        """Note no more calls, and keep little memory."""
+        self.is_closed = True
         self.waits, self.steps = self.waits.snapshot(), self.steps.snapshot()
 
 

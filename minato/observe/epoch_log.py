@@ -230,28 +230,32 @@ class RunningEpoch(Observer):
     ) -> None:
         self._log = log
         self.record, self.progress, self.source = record, progress, source
-        self.is_over = False
+        self.calls: Calls = record.calls
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is noted any more."""
+        return self.calls.is_closed
 
     @property
     def active_ns(self) -> int:
         """When something last happened in it."""
-        calls = self.record.calls
+        calls = self.calls
         return max(calls.began_ns, calls.entered_ns, calls.left_ns)
 
     def started(self) -> None:
-        calls = self.record.calls
+        calls = self.calls
         calls.left_ns = now_ns()
         calls.wall_ns = self.record.start_ns = calls.left_ns - calls.began_ns
 
     def enter(self) -> None:
-        if not self.is_over:
-            self.record.calls.enter(now_ns())
+        self.calls.enter(now_ns())
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        record = self.record
-        if self.is_over or record.calls.leave(now_ns(), samples, nbytes):
+        record, calls = self.record, self.calls
+        if calls.leave(now_ns(), samples, nbytes):
             return
-        calls, is_wanted = record.calls, record.calls.is_wanted
+        is_wanted = calls.is_wanted
         # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
         state, now = loader(), now_ns()
         calls.leave(now, samples, nbytes, True)
@@ -264,7 +268,7 @@ class RunningEpoch(Observer):
             calls.is_wanted, record.use.last = False, state
 
     def fail(self) -> None:
-        record, calls = self.record, self.record.calls
+        record, calls = self.record, self.calls
         # Otherwise it had left, and was then interrupted.
         if calls.entered_ns > calls.left_ns and not self.is_over:
             calls.left_ns = now = now_ns()
@@ -282,13 +286,13 @@ class RunningEpoch(Observer):
             self.record.ranks_ns += duration_ns
 
     def _comes_later(self) -> None:
-        calls = self.record.calls
+        calls = self.calls
         calls.left_ns = now_ns()
         calls.wall_ns = calls.left_ns - calls.began_ns
 
     def finish(self) -> None:
         if not self.is_over:
-            calls = self.record.calls
+            calls = self.calls
             calls.wall_ns = now_ns() - calls.began_ns
             self.record.finished = True
             self._log.settle(self)
@@ -371,7 +375,7 @@ class EpochLog(Observer):
     def switched_off(self) -> None:
         """The epochs that run are given up: their figures would not change any more. Those before them stay."""
         for each in self._running:
-            each.is_over = True
+            each.calls.close()
         self._running, self._sources, self._latest = (), (), None
         self._reads = self.reads, None
 
@@ -396,7 +400,6 @@ class EpochLog(Observer):
         self._running = tuple(each for each in self._running if each is not running)
         if not self._running:
             self._reads = self.reads, None
-        running.is_over = True
         record.calls.close()
         if len(records) - self._ended.num_added > _TOGETHER:
             self._add_up()
@@ -428,7 +431,7 @@ class EpochLog(Observer):
             current = _current(running, records)
             for each in _still(running, records):
                 each_of.append(each.record.totals(Counts(each.source.quick_counts())))
-                each.record.calls.is_wanted = True
+                each.calls.is_wanted = True
                 if each is current:
                     latest = each.record, each_of[-1]
             if running is self._running:  # else an epoch has ended or begun meanwhile

@@ -9,7 +9,7 @@ from itertools import chain
 from operator import add, itemgetter, sub
 from typing import NamedTuple, Protocol
 
-from minato._core import Histogram
+from minato._core import Calls, Histogram, now_ns
 from minato._support.values import message_of, type_name
 from minato.errors import warn
 from minato.observe.lateness import Lateness, ThresholdDecision
@@ -150,7 +150,12 @@ class Observer:
 
     Iterators of one loader may run at a time, each with an engine: what ``begin`` returns follows the calls of this one
     from ``started`` to ``finish``.
+
+    Attributes:
+        calls: What notes the calls of ``next()``. Where it does, ``enter`` and ``leave`` need not be called.
     """
+
+    calls: Calls | None = None
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> Observer:
         """An epoch begins; an unfinished one of the same source is abandoned."""
@@ -198,6 +203,7 @@ class Observers(Observer):
         self._all: tuple[
             tuple[Observer, Observer], ...
         ] = ()  # what follows the calls, and for whom
+        self._calls: Calls | None = None  # of the only one
         self._references: list[weakref.ref[Observer]] = []
         self._late: Exception | None = None
 
@@ -206,12 +212,14 @@ class Observers(Observer):
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> Observer:
         self._references[:] = map(weakref.ref, self._of_loader)
-        self._all = ()
+        self._all, self._calls = (), None
         for observer in (*self._of_loader, *self._own):
             try:
                 self._all += ((observer.begin(epoch, progress, source), observer),)
             except Exception as error:
                 self._failed(observer, error)
+        if len(self._all) == 1:
+            self._calls = self._all[0][0].calls
         return self
 
     def started(self) -> None:
@@ -225,6 +233,9 @@ class Observers(Observer):
         """
         if self._late is not None:
             self._raise_late()
+        if self._calls is not None:
+            self._calls.enter(now_ns())
+            return
         for follower, observer in self._all:
             try:
                 follower.enter()
@@ -232,6 +243,8 @@ class Observers(Observer):
                 self._failed(observer, error)
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
+        if self._calls is not None and self._calls.leave(now_ns(), samples, nbytes):
+            return
         for follower, observer in self._all:
             try:
                 follower.leave(samples, nbytes, loader)
@@ -289,6 +302,7 @@ class Observers(Observer):
         if isinstance(error, RecursionError):
             return  # a collection within the program's recursion ends an iterator
         self._all = tuple(each for each in self._all if each[1] is not observer)
+        self._calls = None
         observer.switched_off()
         for listed in (self._of_loader, self._own):
             if observer in listed:

@@ -546,7 +546,8 @@ RAISED: dict[str, Callable[[], Exception]] = {
 }
 
 
-@sweep(workers=list(WORKERS), method=METHODS, error=RAISED)
+# Where the log is the only observer, its ``calls`` note what its ``enter`` would.
+@sweep(workers=list(WORKERS), method=[each for each in METHODS if each != "enter"], error=RAISED)
 def test_an_observer_that_raises_is_switched_off(
     method: str, workers: str, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
