@@ -273,7 +273,7 @@ cdef class Arrivals:
     cdef uint8_t *states
     cdef int64_t mask, prefix_, end_
     cdef uint64_t strays_
-    cdef int64_t asked_batches, delivered_batches
+    cdef int64_t asked_batches, batches_
 
     def __cinit__(self, hash_other, asked=(0, 0), delivered=(0, 0), skipped=(0, 0)):
         self.hash_other = hash_other
@@ -302,6 +302,12 @@ cdef class Arrivals:
     def delivered(self):
         """Tally of the indices that arrived."""
         return self.delivered_.count, self.delivered_.total
+
+    @property
+    @cython.critical_section
+    def delivered_batches(self):
+        """Number of the batches in which they arrived."""
+        return self.batches_
 
     @property
     @cython.critical_section
@@ -376,7 +382,7 @@ cdef class Arrivals:
     def deliver(self, positions not None, int64_t start, int64_t batch=-1) -> None:
         """Note that indices have arrived, those with the numbers ``position - start``."""
         cdef int64_t at
-        if 0 <= batch < self.delivered_batches:
+        if 0 <= batch < self.batches_:
             return
         if type(positions) is range:
             at = positions[0] if positions else 0
@@ -388,7 +394,7 @@ cdef class Arrivals:
                 if at >= 0:
                     self._arrive(at - start)
         self._advance()
-        self.delivered_batches = max(batch, self.delivered_batches) + 1
+        self.batches_ = max(batch, self.batches_) + 1
 
     @cython.critical_section
     def skip(self, list positions not None, int64_t start) -> None:

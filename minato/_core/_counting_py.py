@@ -316,6 +316,11 @@ class Arrivals:
         return self._tallies[1]
 
     @property
+    def delivered_batches(self) -> int:
+        """Number of the batches in which they arrived."""
+        return self._delivered_batches
+
+    @property
     def skipped(self) -> tuple[int, int]:
         """Tally of the indices that were given up."""
         return self._tallies[2]

@@ -40,11 +40,11 @@ from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureCount, SampleRetry
-from minato.workers.fetch import LEAST_ROWS, Fetcher, fetcher_of
+from minato.workers.fetch import LEAST_BOUND, LEAST_ROWS, Fetcher, fetcher_of
 from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host
 from minato.workers.reads import InFlight, Read, reads_of
-from minato.workers.runner import Runner, StageRunner
+from minato.workers.runner import WORTH_BINDING_NS, Runner, StageRunner
 from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
 __all__ = ["InlineEngine"]
@@ -71,6 +71,7 @@ class _Batch(Outgoing):
     began_ns = num_slow = missing = 0
     skipped: Sequence[int] = ()
     occurrences: Sequence[int] | None = None
+    samples: Sequence[Any] = ()
 
     def __init__(self, drawn: Drawn, first: int) -> None:
         given = drawn.indices
@@ -78,7 +79,6 @@ class _Batch(Outgoing):
             given, self.occurrences = given.indices, given.occurrences
         self.drawn, self.given, self.first = drawn, given, first
         self.size = len(given) or 1
-        self.samples: list[Any] = []
 
 
 class _Current:
@@ -134,6 +134,7 @@ class InlineEngine(BatchSource):
     _runner: Runner
     _host: Host | None  # of the readers of an iterable dataset
     _single: Fetcher | None  # loads samples one by one
+    _load_quickly: Callable[[InlineEngine], _Batch | None] | None  # not bound: that is a cycle
     _takes_rows: bool
     _is_entered: bool
 
@@ -206,6 +207,7 @@ class InlineEngine(BatchSource):
         self._batch = self._tried = None
         self._position = 0
         self._is_entered = False  # the runner's randomness has this epoch's seed
+        self._load_quickly = None
         self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
         self._history.begin(self)
@@ -315,6 +317,8 @@ class InlineEngine(BatchSource):
             self._batch = batch = None
         self.observers.enter()
         try:
+            if batch is None and self._load_quickly is not None:
+                batch = self._load_quickly(self)
             if batch is None or not batch.is_made:
                 batch = self._load()
             if not batch.is_prepared:
@@ -336,6 +340,10 @@ class InlineEngine(BatchSource):
             if drawn is None:
                 self._finish()
                 raise StopIteration
+            if not self._is_entered:
+                self._enter()
+                if self._load_quickly is not None and (quick := self._load_quickly(self)):
+                    return quick
             batch = self._batch
             if batch is None or batch.drawn is not drawn:
                 self._batch = batch = _Batch(drawn, self._position)
@@ -346,6 +354,120 @@ class InlineEngine(BatchSource):
                 if batch.is_made:
                     return batch
             self._drop(batch)
+
+    def _enter(self) -> None:
+        """Begin to load, with the first batch of the epoch."""
+        runner = self._runner
+        runner.enter(self._epoch.seed, looks=True)
+        if not self._tracer.enabled:
+            if self._single is not None:
+                self._load_quickly = InlineEngine._load_unbound
+            elif self._is_plain and runner.is_plain and not self._draws_collating():
+                self._load_quickly = InlineEngine._load_items
+        self._is_entered = True
+
+    # The next three are long: calls of shorter ones would take as long as all that they do.
+
+    def _load_unbound(self) -> _Batch | None:
+        """Load a batch of cheap samples that draw nothing, as earlier ones did not; None: ``_load`` must do so."""
+        drawn, runner, builder = self._batches.first(), self._runner, self._builder
+        if drawn is None or (fetcher := self._single) is None:
+            return None
+        self._batch = batch = _Batch(drawn, self._position)
+        indices, count = batch.given, batch.size
+        if (
+            not runner.may_run_unbound(count, builder.draws)
+            or not len(indices)
+            or (self._takes_rows and count >= LEAST_ROWS)
+            or self._current.kinds is not ERRORS
+            or is_profiling()
+        ):
+            return None
+        if type(indices) is not list:
+            indices = list(indices)
+        self._tried, began_ns, randomness = drawn, now_ns(), runner.randomness
+        if randomness is not None:
+            randomness.mark()
+        fetch = fetcher.one if count < LEAST_BOUND else fetcher.now(count)
+        samples, error = runner.run_unbound(batch.first, self._number, indices, fetch)
+        made = None
+        if error is None:
+            try:
+                if not builder.collates:
+                    made = builder.pack(samples)
+                if made is None:
+                    made = builder.collate(samples)
+            except ERRORS as raised:
+                error = self._collate_error(batch, samples, raised)
+        else:
+            error = _error_of(error, indices[len(samples)])
+        if randomness is not None and randomness.drawn():
+            runner.undo_draws(randomness)
+            self._tried = None
+            return None
+        if 0 < self._slow_ns < runner.longest_ns:
+            self._count_slow(batch, len(samples))
+        self._finish_quickly(batch, made, error, began_ns)
+        return batch
+
+    def _load_items(self) -> _Batch | None:
+        """Load a whole batch of items of the only reader; None: ``_load`` must do so, and finds what was read."""
+        host, runner, builder = self._host, self._runner, self._builder
+        drawn, made, error = None if self._has_ended else self._batches.first(), None, None
+        if drawn is None or host is None:
+            return None
+        self._batch = batch = _Batch(drawn, self._position)
+        if self._current.kinds is not ERRORS or is_profiling():
+            return None
+        keys = drawn.indices
+        self._tried, began_ns = drawn, now_ns()
+        self._lease.begin(batch.first, began_ns)
+        try:
+            items = host.take_next(keys)
+        except ERRORS:
+            items = []
+        if len(items) < len(keys):
+            self._tried = None
+            return None
+        runner.record_call(items, keys, self._number, now_ns() - began_ns)
+        try:
+            if not builder.collates:
+                made = builder.pack(items)
+            if made is None:
+                made = builder.collate(items)
+        except ERRORS as raised:
+            error = self._collate_error(batch, items, raised)
+        self._finish_quickly(batch, made, error, began_ns)
+        host.release()
+        return batch
+
+    def _finish_quickly(
+        self, batch: _Batch, made: object, error: BaseException | None, began_ns: int
+    ) -> None:
+        """What follows in ``_make`` and ``_prepare``, without what such batches never have."""
+        activity, runner, count, now = self._activity, self._runner, batch.size, now_ns()
+        activity.until_ns = now
+        activity.samples += count
+        activity.busy_ns += now - began_ns
+        self._lease.enter(-1, now)
+        if runner.longest_ns > WORTH_BINDING_NS:
+            runner.observe((now - began_ns) / count)
+        if self._has_threshold:
+            self._update_threshold()
+        if self._copier is None:
+            batch.batch, batch.error, batch.is_made = made, error, True
+        else:
+            self._give(batch, made, error)
+        self._tried = None
+        if self._progress is not None:
+            positions = range(batch.first, batch.first + count)
+            batch.records = (self._progress.returns(positions, 0, batch.num_slow),)
+            self._progress.last = batch
+        self._batches.drop(batch.drawn)
+        self.observers.leave(count, self._builder.nbytes, self._snapshot)
+        if self.arena.num_slots:
+            self.arena.trim(1)
+        batch.is_prepared = True
 
     def _check_failures(self, failures: FailureCount) -> None:
         try:
@@ -421,17 +543,7 @@ class InlineEngine(BatchSource):
             self._slow_ns = decision.threshold_ns
 
     def _run(self, batch: _Batch) -> None:
-        runner, fetcher, single = self._runner, self._fetcher, self._single
-        if not self._is_entered:
-            runner.enter(self._epoch.seed, looks=True)
-            self._is_entered = True
-        if (
-            single is not None
-            and (batch.size < LEAST_ROWS or not self._takes_rows)
-            and runner.may_run_unbound(batch.size, self._builder.draws)
-            and self._run_unbound(single, batch)
-        ):
-            return
+        fetcher = self._fetcher
         error: BaseException | None
         index: object = batch.given
         if self._host is not None:
@@ -456,41 +568,6 @@ class InlineEngine(BatchSource):
             self._give(batch, None, _error_of(error, index))
             return
         self._build(batch, samples)
-
-    def _run_unbound(self, fetcher: Fetcher, batch: _Batch) -> bool:
-        """Run and build a batch of cheap samples that do not draw, as earlier ones did not; False: they have drawn."""
-        runner, indices = self._runner, batch.given
-        if not len(indices):
-            return False
-        randomness = runner.randomness
-        if randomness is not None:
-            randomness.mark()
-        if type(indices) is not list:
-            indices = list(indices)
-        fetch = fetcher.now(batch.size)
-        samples, error = runner.run_unbound(batch.first, self._number, indices, fetch)
-        made = None
-        if error is None:
-            builder = self._builder
-            try:
-                if not builder.collates:
-                    made = builder.pack(samples)
-                if made is None:
-                    made = builder.collate(samples)
-            except self._current.kinds as raised:
-                error = self._collate_error(batch, samples, raised)
-        else:
-            error = _error_of(error, indices[len(samples)])
-        if randomness is not None and randomness.drawn():
-            runner.undo_draws(randomness)
-            return False
-        if 0 < self._slow_ns < runner.longest_ns:
-            self._count_slow(batch, len(samples))
-        if self._copier is None:
-            batch.batch, batch.error, batch.is_made = made, error, True
-        else:
-            self._give(batch, made, error)
-        return True
 
     def _count_slow(self, batch: _Batch, count: int) -> None:
         batch.num_slow += sum(cost > self._slow_ns for cost in self._runner.durations[:count])
@@ -597,7 +674,7 @@ class InlineEngine(BatchSource):
 
     def _items(self, host: Host, batch: _Batch) -> tuple[list[Any], BaseException | None]:
         """The samples of a batch of items, until one raises for good; fewer if the reader ends."""
-        keys, samples = list(batch.given), batch.samples
+        keys, samples = list(batch.given), [*batch.samples]
         runner, number = self._runner, self._number
         fetcher: Any = self._fetcher
         while len(samples) < len(keys):
@@ -643,7 +720,7 @@ class InlineEngine(BatchSource):
             if not samples:
                 return
         builder, collate = self._builder, self._builder.collate
-        if builder.draws and self.plan.worker.seeds_samples:
+        if self._draws_collating():
             collate = functools.partial(self._collated, batch)
         made, error = None, None
         try:
@@ -667,6 +744,10 @@ class InlineEngine(BatchSource):
         else:
             noted(error, self._builder.explain(error, samples, indices, name))
         return SampleError(error).exception()
+
+    def _draws_collating(self) -> bool:
+        """Whether ``collate_fn`` may draw numbers that belong to the batch."""
+        return self._builder.draws and self.plan.worker.seeds_samples
 
     def _collated(self, batch: _Batch, samples: object) -> Any:
         """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""

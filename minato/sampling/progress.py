@@ -225,7 +225,6 @@ class Progress(_Recorder):
         self.epoch = epoch
         self.finished = self.is_padding = False
         self.held_by: set[str] = set()
-        self.batches = 0
         self.record: OrderRecord | None = None
         self.length: Callable[[], int | None] = lambda: None
         self.part: RankProgress | None = None
@@ -241,6 +240,11 @@ class Progress(_Recorder):
             self._arrivals = Arrivals(index_hash)
         else:
             self._arrivals = Arrivals(index_hash, before.expected, before.delivered, before.skipped)
+
+    @property
+    def batches(self) -> int:
+        """Number of delivered batches of this run."""
+        return self._arrivals.delivered_batches
 
     def come_in_order(self) -> None:
         """Note that batches come in the sampler's order, with its samples: none is late."""
@@ -287,9 +291,11 @@ class Progress(_Recorder):
             start: Position of the first sample of the epoch.
             ahead: Number of batches that are returned before it.
         """
-        number = self.batches + ahead
+        number = self._arrivals.delivered_batches + ahead
         if self.record is not None:
             self.record.delivered([position - start for position in positions], number)
+        if self._is_in_order and not num_slow and self.part is None:
+            return functools.partial(self._arrivals.deliver, positions, start, number)
         return functools.partial(self.delivered, positions, start, number, num_slow)
 
     def together(
@@ -298,12 +304,13 @@ class Progress(_Recorder):
         """Return the records of several batches, what :meth:`returns` gave among them, as those of one."""
         others: list[Callable[[], object]] = []
         positions, first, num_slow = list[int](), 0, 0
+        delivers = self.delivered, self._arrivals.deliver
         for records in batches:
             for record in records:
-                if isinstance(record, functools.partial) and record.func == self.delivered:
-                    own, first, _, slow = record.args
+                if isinstance(record, functools.partial) and record.func in delivers:
+                    own, first, _, *slow = record.args
                     positions += own
-                    num_slow += slow
+                    num_slow += sum(slow)
                 else:
                     others.append(record)
         return [*others, self.returns(positions, first, num_slow)]
@@ -323,8 +330,6 @@ class Progress(_Recorder):
         elif num_slow and number >= self.batches:
             self._slow_shares[number] = num_slow / max(sum(each >= 0 for each in positions), 1)
         self._arrivals.deliver(positions, start, number)
-        if number >= self.batches:
-            self.batches = number + 1
         if self.part is not None:
             self._last_batch = positions, start
 

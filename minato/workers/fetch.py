@@ -17,12 +17,12 @@ from minato.sampling.resume import DatasetState
 from minato.transforms.compose import Transforms
 from minato.workers.plan import WorkerPlan
 
-__all__ = ["LEAST_ROWS", "Fetcher", "Items", "fetcher_of", "one_each"]
+__all__ = ["LEAST_BOUND", "LEAST_ROWS", "Fetcher", "Items", "fetcher_of", "one_each"]
 
 _Load = Callable[[Any], Any]
 _METHODS = FunctionType, MethodDescriptorType
 """Types of ``__getitem__`` that are called sooner than an index is taken."""
-_LEAST_BOUND = 16
+LEAST_BOUND = 16
 """Samples for which it pays to look up the dataset's method."""
 LEAST_ROWS = 8
 """Fewer samples that are rows are copied sooner one by one."""
@@ -57,7 +57,7 @@ class Fetcher:
 
     def now(self, count: int) -> _Load:
         """As ``one``, for some samples now: the method itself takes less time than an index, but to look it up."""
-        if count < _LEAST_BOUND:
+        if count < LEAST_BOUND:
             return self.one
         method = getattr(type(self.dataset), "__getitem__", None)
         if self._run is None and type(method) in _METHODS:

@@ -27,11 +27,19 @@ from minato.transforms.rng import Captured, SampleRandomness
 from minato.workers.plan import WorkerPlan
 from minato.workers.reads import Read
 
-__all__ = ["CostEstimate", "Deferral", "DeferredSample", "Ran", "Runner", "StageRunner"]
+__all__ = [
+    "WORTH_BINDING_NS",
+    "CostEstimate",
+    "Deferral",
+    "DeferredSample",
+    "Ran",
+    "Runner",
+    "StageRunner",
+]
 
 _PROBES = 16
 """Number of first samples that are watched for draws."""
-_WORTH_BINDING_NS = 50_000
+WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound, which takes about a microsecond."""
 _WORTH_WATCHING = 8
 """Watching a run for draws takes as long as binding this many samples, where no generator is saved for the program."""
@@ -393,7 +401,7 @@ class Runner:
         mean_ns = estimate.mean_ns
         return (
             estimate.draws is False
-            and (mean_ns < _WORTH_BINDING_NS or self.longest_ns < _WORTH_BINDING_NS)
+            and (mean_ns < WORTH_BINDING_NS or self.longest_ns < WORTH_BINDING_NS)
             and mean_ns * _EXPENSIVE < self._worth_measuring_ns  # nothing where samples are traced
             and count <= len(self.durations)
             and self._stage_runner is not None
@@ -416,6 +424,14 @@ class Runner:
             self._stages.clear()
             self._note_slowest(samples, indices, epoch)
         return samples, error
+
+    def record_call(self, items: list[object], keys: object, epoch: int, taken_ns: int) -> None:
+        """Record a call of a reader that was made without ``run_unbound``."""
+        self.longest_ns = self.durations[0] = taken_ns
+        self._total.record(taken_ns)
+        if self._stats and taken_ns > self._slowest.floor_ns:
+            self._stages.clear()
+            self._note_slowest([items], [keys], epoch)
 
     def read(self, position: int, epoch: int, keys: Sequence[int], take: Fetch) -> Ran:
         """The items that one call of a reader gives, with its generators left alone, and what the next one raised."""
@@ -591,7 +607,7 @@ class Runner:
     def _are_cheap(self, count: int) -> bool:
         # The mean, too: one sample is long where its process had to wait for a processor.
         cost_ns = min(self.longest_ns, self.cost_estimate.mean_ns)
-        return cost_ns < _WORTH_BINDING_NS and count >= (
+        return cost_ns < WORTH_BINDING_NS and count >= (
             1 if self._in_main_process else _WORTH_WATCHING
         )
 

@@ -199,7 +199,7 @@ def test_samples_that_are_run_again_are_told_as_such(
     traced: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only cheap samples are run before it is known whether they draw: here all are, however long they take.
-    monkeypatch.setattr(runner, "_WORTH_BINDING_NS", 1 << 60)
+    monkeypatch.setattr(runner, "WORTH_BINDING_NS", 1 << 60)
     events = traced(DrawsLate(2000), 250, seed=1, shuffle=False)
     assert samples(events) == once(1, 2000)
     assert samples(events, "sample (repeated)")
