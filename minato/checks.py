@@ -81,7 +81,7 @@ def explain_dataset(dataset: object, error: BaseException) -> None:
     needed = "__len__" if lack[0] == "has no len()" else "__getitem__"
     with contextlib.suppress(Exception):  # of an object that is asked for its attributes
         note = _note_on(dataset, needed)
-        if note is not None and note not in getattr(error, "__notes__", ()):
+        if note is not None:
             add_note(error, note)
 
 

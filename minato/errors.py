@@ -116,9 +116,10 @@ is_skip = functools.partial(operator.is_, SKIP)
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception; one that allows no attributes gets none."""
+    """Add a note to an exception, which may be raised again and again; one that allows no attributes gets none."""
     with contextlib.suppress(Exception):
-        error.add_note(note)
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 _REFUSES = "_minato_refuses"

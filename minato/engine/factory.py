@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.engine.history import History
     from minato.engine.inline import InlineEngine
     from minato.engine.plan import Plan
-    from minato.observe.trace import Trace, Tracks
+    from minato.observe.trace import Trace
 
 __all__ = ["EngineFactory", "RankSession"]
 
@@ -87,8 +87,14 @@ class EngineFactory:
         self.spec: tuple[tuple[Any, ...], LoaderSpec | None] = (), None
 
     def fresh(self, *, traced: bool = True) -> EngineFactory:
-        """A factory for a copy of the loader, which must not write to the same arenas."""
-        return EngineFactory(session=self._session, trace=self._trace if traced else None)
+        """A factory for a copy of the loader, which must not write to the same arenas.
+
+        Ranks that share a pool map each of its arenas until the pool ends: there it takes those that nobody uses.
+        """
+        made = EngineFactory(session=self._session, trace=self._trace if traced else None)
+        if self._session is not None and not self._session.alone:
+            made._spare_arenas = self._spare_arenas
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(EngineFactory, session=self._session, trace=self._trace), ()
@@ -200,18 +206,16 @@ class EngineFactory:
 
             keep = functools.partial(_kept, weakref.ref(self), spec)
             made = InlineEngine(plan, arena, history, keep)
-            return self._tracked(made, arena, tracks)
+            return self._returning(made, arena)
         from minato.engine.engine import Engine
 
         self._warn_of_generators(plan, history)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
-        return self._tracked(engine, arena, tracks)
+        return self._returning(engine, arena)
 
-    def _tracked(self, engine: AnyEngine, arena: Arena, tracks: Tracks | None) -> AnyEngine:
+    def _returning(self, engine: AnyEngine, arena: Arena) -> AnyEngine:
         # The next engine takes the arena, whose pages are warm, when no worker writes to it any more.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
-        if self._trace is not None and tracks is not None:
-            engine.afterwards.append(functools.partial(self._trace.give_back, tracks))
         return engine
 
     def _warn_of_generators(self, plan: Plan, history: History) -> None:

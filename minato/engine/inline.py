@@ -304,9 +304,10 @@ class InlineEngine(BatchSource):
         )
         self._runner.catches = self._current.kinds
         if plan.fetching.at_once:
-            self._flight = flight = _reads_in_flight(plan)
-            self.afterwards.append(if_alive(methodcaller("close"), flight.reads))
             self._runner.may_repeat = False  # a sample costs far more than binding it does
+            if self._flight is None:  # else the epoch before ran in another thread
+                self._flight = flight = _reads_in_flight(plan)
+                self.afterwards.append(if_alive(methodcaller("close"), flight.reads))
 
     def next(self) -> Outgoing:
         batch = self._batch

@@ -9,7 +9,8 @@ import json
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from minato._core import now_ns
 from minato._support.files import open_lines, open_regular, write_all
@@ -43,7 +44,7 @@ class Trace:
         self._given, self._variable = os.path.abspath(path), variable
         self._name = name
         self._begun: str | None = None  # the file that was truncated
-        self._taken: set[int] = set()
+        self._taken: list[weakref.ref[Tracks]] = []  # of engines, some of which are gone
         if variable:
             return  # the rank, which is part of the name, may not be known yet
         try:
@@ -74,9 +75,12 @@ class Trace:
                 if isinstance(error, ValueError):
                     raise
                 # The tracks will report the error: they cannot be written either.
-        number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
-        self._taken.add(number)
-        return Tracks(path, os.getpid(), number, self._name)
+        living = [tracks for one in self._taken if (tracks := one()) is not None]
+        taken = {each.number for each in living}
+        number = next(each for each in range(len(taken) + 1) if each not in taken)
+        tracks = Tracks(path, os.getpid(), number, self._name)
+        self._taken[:] = map(weakref.ref, [*living, tracks])
+        return tracks
 
     def _begin(self, path: str) -> None:
         descriptor = self._open()
@@ -87,12 +91,8 @@ class Trace:
             os.close(descriptor)
         self._begun = path
 
-    def give_back(self, tracks: Tracks) -> None:
-        """An engine has ended."""
-        self._taken.discard(tracks.number)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_taken": set()}
+        return {**self.__dict__, "_taken": []}
 
 
 _numbers = itertools.count(1)
@@ -114,8 +114,9 @@ def trace_of_environment(name: str) -> Trace | None:
     return Trace(path, name, variable=f"MINATO_TRACE={given!r}")
 
 
-class Tracks(NamedTuple):
-    """The tracks of one engine, by ``number`` among the living iterators of the loader; travels to its workers."""
+@dataclass(frozen=True)
+class Tracks:
+    """The tracks of one engine, by ``number`` among the living engines of the loader; travels to its workers."""
 
     path: str
     pid: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from minato.errors import log, warn
 
 __all__ = ["PrefetchWindow"]
@@ -14,8 +16,8 @@ _REFILL_SHARE, _MOST_REFILLED = 4, 16
 _RUNS, _RUN_BYTES = 64, 4 << 20
 """Number of batches, and their memory, up to which the window grows only so that they are opened in larger runs."""
 
-_sharing: set[PrefetchWindow] = set()
-"""Windows in use that divide a budget among them."""
+_sharing: weakref.WeakSet[PrefetchWindow] = weakref.WeakSet()
+"""Windows in use that divide a budget among them; that of an engine which could not be made is gone with it."""
 
 
 class PrefetchWindow:

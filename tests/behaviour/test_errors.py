@@ -38,6 +38,16 @@ PROCESSES = WORKERS["2-processes"]
 NO_SUCCESSORS = ErrorPolicy(on_worker_death="raise")
 
 
+def test_an_exception_that_is_raised_again_and_again_is_noted_once() -> None:
+    error = ValueError("the store is gone")
+    for options in ({}, {"errors": "retry"}, {"num_workers": 1, "workers": "thread"}):
+        loader = DataLoader(Failing(4, {1: lambda: error}), 2, **options)  # type: ignore[arg-type]
+        for _ in range(3):
+            with pytest.raises(ValueError, match="the store is gone"):
+                list(loader)
+    assert error.__notes__ == ["raised by the sample with index 1"]
+
+
 class Torn:
     fails = True
 

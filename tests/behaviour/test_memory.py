@@ -341,3 +341,20 @@ def test_the_default_budget_is_for_all_ranks_and_loaders(monkeypatch: pytest.Mon
         with monkeypatch.context() as launched:
             launched.setenv(variable, str(ranks))
             assert budgets(iter(DataLoader(Numbers(8), 2, **options))) == [24 * MEGABYTE // ranks]
+
+
+def test_an_engine_that_cannot_be_made_takes_no_part_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no descriptor is left")
+
+    gc.collect()
+    monkeypatch.setattr("minato.engine.plan.recent_available_memory_bytes", lambda: 96 * MEGABYTE)
+    options: dict[str, Any] = {"num_workers": 1, "workers": "thread"}
+    with monkeypatch.context() as limited:
+        limited.setattr("minato.engine.engine.make_pool", refuse)
+        with pytest.raises(OSError, match="no descriptor"):
+            iter(DataLoader(Numbers(8), 2, **options))
+    gc.collect()
+    assert budgets(iter(DataLoader(Numbers(8), 2, **options))) == [24 * MEGABYTE]

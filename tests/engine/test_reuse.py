@@ -115,6 +115,22 @@ def test_each_epoch_has_the_random_numbers_of_its_thread() -> None:
     assert states[2] != states[1]  # any other draws from them
 
 
+def test_epochs_in_different_threads_share_what_reads() -> None:
+    def epoch() -> None:
+        assert indices(loader) == FIRST
+
+    loader = DataLoader(Numbers(5), 2, fetch_concurrency=2)
+    endings = []
+    for _ in range(3):
+        epoch()
+        thread = threading.Thread(target=epoch)
+        thread.start()
+        thread.join()
+        [(_, _, engine)] = loader._minato_engines.idle
+        endings.append(len(engine.afterwards))
+    assert endings == endings[:1] * 3
+
+
 def test_a_report_tells_each_epoch_apart() -> None:
     loader = DataLoader(Numbers(40), 4)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -275,6 +276,23 @@ def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
         "training loop of iterator 1",
         "worker 0 of iterator 1",
     }
+
+
+def test_an_iterator_that_cannot_be_made_leaves_its_tracks_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no descriptor is left")
+
+    trace = Observe(trace=tmp_path / "run.json")
+    loader = DataLoader(Numbers(SIZE), BATCH, num_workers=1, workers="thread", observe=trace)
+    with monkeypatch.context() as limited:
+        limited.setattr("minato.engine.engine.make_pool", refuse)
+        with pytest.raises(OSError, match="no descriptor"):
+            iter(loader)
+    gc.collect()
+    run(loader, 1)
+    assert tracks(whole(tmp_path / "run.json")).keys() == {"training loop", "worker 0"}
 
 
 def test_a_worker_that_is_killed_leaves_a_readable_trace(traced: Any, tmp_path: Path) -> None:

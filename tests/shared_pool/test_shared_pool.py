@@ -349,6 +349,23 @@ def test_an_epoch_that_is_broken_off(persistent: bool) -> None:
     assert run(program) == [(whole[: 2 + rank], whole) for rank, whole in enumerate(in_turn(40))]
 
 
+def test_a_loader_that_is_closed_after_each_epoch_takes_no_more_memory() -> None:
+    def program(rank: int, barrier: Any) -> list[int]:
+        loader = pooled(Numbers(16))
+        found = []
+        for _ in range(8):
+            assert len([*loader]) == 2
+            loader.close()
+            barrier.wait()
+            gc.collect()
+            found.append(Segment.num_living())
+            barrier.wait()
+        return found
+
+    for found in run(program):
+        assert found[-1] <= found[0] + 3, found  # some are of workers that end
+
+
 def test_an_iterator_that_another_one_has_replaced_does_not_end_as_if_it_were_through() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = pooled(Numbers(40))
