@@ -7,6 +7,7 @@ none waits for that in steady state.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import threading
 import time
@@ -208,16 +209,16 @@ class _Service:
 
     The training loop takes no lock, which a signal's handler could leave locked.
 
-    Channels are ``open``, or ``closing`` once they are over here. The sources of batches are made in the same sequence
-    in all ranks. ``turns`` counts the talks with the store; 0: this rank takes no part. ``failure`` says why the thread
-    has ended, or ends once the store answers.
+    Channels are ``open``, or ``closing`` once they are over here. ``numbers`` are for the sources of batches, which
+    come in the same sequence in all ranks. ``turns`` counts the talks with the store; 0: this rank takes no part.
+    ``failure`` says why the thread has ended, or ends once the store answers.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self._pid = rank, ranks, os.getpid()
         self.open: list[Channel] = []
         self.closing: list[Channel] = []
-        self.sources: list[object] = []
+        self.numbers = itertools.count()
         self.turns = 0
         self.failure: str | None = None
         self._news: SimpleQueue[None] = SimpleQueue()
@@ -348,7 +349,7 @@ def _service_of(rank: int, ranks: int) -> _Service:
     _address()  # what is wrong with it is raised here, and not where this rank waits
     _services[rank, ranks] = made = _Service(rank, ranks)
     if known is not None:
-        made.sources = known.sources  # the store may have counters of theirs
+        made.numbers = known.numbers  # the store may have counters of its sources
     return made
 
 
@@ -372,6 +373,8 @@ class EvenEnds(Layer):
         told: Called with the time in ns that the training loop has waited for other ranks.
     """
 
+    _number: int  # among the sources of this process, from the first batch on
+
     def __init__(
         self,
         source: BatchSource,
@@ -387,7 +390,7 @@ class EvenEnds(Layer):
         self._make_again = again
         self._pin = pin
         self._told = told
-        self._token, self._num_begun = object(), 0
+        self._num_begun = 0
         self._queue: deque[_Held] = deque()
         self._given: Outgoing | None = None
         self._channel: Channel | None = None
@@ -415,13 +418,14 @@ class EvenEnds(Layer):
         service = self._service
         if channel is None or service is None:
             service = _service_of(rank, ranks)
-            if self._token not in service.sources:
-                service.sources.append(self._token)
+            own = vars(self)
+            if "_number" not in own:  # by one call, which no signal's handler interrupts
+                own.update(zip(["_number"], service.numbers, strict=False))
             number = self._num_begun + 1
-            name = f"{service.sources.index(self._token)}/{number}/{self._epoch.number}"
+            name = f"{self._number}/{number}/{self._epoch.number}"
             channel = Channel(name, rank, ranks, self._epoch_end == "shortest")
             # At once: a signal's handler may raise at any line, and another rank counts alike.
-            vars(self).update(_channel=channel, _service=service, _num_begun=number)
+            own.update(_channel=channel, _service=service, _num_begun=number)
         if not channel.is_open:
             self._leave = weakref.finalize(self, _left, service, channel)
             if channel not in service.open:

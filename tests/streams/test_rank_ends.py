@@ -484,6 +484,18 @@ def test_epochs_leave_nothing_in_the_store(mode: str, in_ranks: Run) -> None:
     in_ranks(2, one_rank)
 
 
+def test_iterators_that_are_gone_are_forgotten(in_ranks: Run) -> None:
+    def one_rank(rank: int) -> None:
+        loader = loader_of(Uneven([3, 2]), "shortest", rank)
+        for _ in range(3):
+            assert len([*loader]) == 2
+        service: Any = rank_ends._services[rank, 2]
+        wait_until(lambda: not (service.open or service.closing))
+        assert not any(each for each in vars(service).values() if isinstance(each, list))
+
+    in_ranks(2, one_rank)
+
+
 def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "epoch_end='pad' is about readers .* give ranks='auto' too"
     with pytest.raises(ValueError, match=words):
