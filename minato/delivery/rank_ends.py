@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -54,6 +55,8 @@ _LONGEST_S = 1800.0
 """The longest wait for a rank that lives."""
 _EXIT_S = 10.0
 """The longest wait of a process at its exit."""
+_PROCESS = uuid4().hex
+"""Of this process and its forked children."""
 
 
 class Channel:
@@ -212,14 +215,19 @@ class _Service:
     Channels are ``open``, or ``closing`` once they are over here. ``numbers`` are for the sources of batches, which
     come in the same sequence in all ranks. ``turns`` counts the talks with the store; 0: this rank takes no part.
     ``failure`` says why the thread has ended, or ends once the store answers.
+
+    Each run has a part of the store, which that of torchrun keeps from one to the next. Its count of restarts names
+    none: each node counts by itself, and not where other nodes fail, come or go.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self._pid = rank, ranks, os.getpid()
+        # What is wrong with it is raised here, and not where this rank waits.
+        self.address = _address()
         self.open: list[Channel] = []
         self.closing: list[Channel] = []
         self.numbers = itertools.count()
-        self.turns = 0
+        self.turns = self._num_greeted = 0
         self.failure: str | None = None
         self._news: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="minato-ranks", daemon=True)
@@ -254,20 +262,46 @@ class _Service:
     def _run(self) -> None:
         try:
             # Other ranks use it after the thread has ended.
-            self._store = _connected(self.rank, self.ranks)
+            self._meeting = _connected(self.rank, self.ranks)
+            self._store = self._of_run(self._meeting)
             self._serve(self._store)
         except BaseException as error:
             reason = message_of(error).partition("\n")[0]  # torch adds its frames
             self.failure = f"rank 0 and its store cannot be reached: {reason}"
 
+    def _of_run(self, meeting: Store) -> Store:
+        """The part of a store for this run, whose name is that of rank 0's process."""
+        name = f"{_PROCESS}-{self._pid}"
+        if self.rank:
+            key, until = f"run/{meeting.add('came', 1)}", time.monotonic() + _LONGEST_S
+            while not meeting.check([key]):
+                if self.failure is not None or time.monotonic() > until:
+                    raise RuntimeError("rank 0 iterates no loader with epoch_end=")
+                with suppress(Empty):
+                    self._news.get(timeout=_IDLE_S)
+            name = meeting.get(key).decode()
+            meeting.delete_key(key)
+        return PrefixStore(name, meeting)
+
+    def _greet(self, meeting: Store) -> None:
+        """As rank 0, tell processes that have come the name of the run."""
+        came = meeting.add("came", 0)
+        for number in range(self._num_greeted, came):
+            meeting.set(f"run/{number + 1}", f"{_PROCESS}-{self._pid}")
+        self._num_greeted = came
+
     def _serve(self, store: Store) -> None:
         sign_due, before, signs = 0.0, 0, 0
         while self.failure is None:
             self.turns += 1
+            if self.rank == 0:
+                self._greet(self._meeting)
             if time.monotonic() >= sign_due:
                 known = _services.get((self.rank, self.ranks), self)
-                if known is not self and known.failure is None:
-                    return  # an interruption has lost this one
+                is_needed = self.open or not all(each.has_told_end for each in self.closing)
+                if known is not self and known.failure is None and not is_needed:
+                    self.failure = "an interruption has lost this one, or the ranks meet elsewhere"
+                    return
                 sign = store.add(f"alive/{self.rank}", 1)
                 if not signs:
                     before = sign - 1  # maybe of a process that has ended
@@ -333,8 +367,7 @@ def _connected(rank: int, ranks: int) -> Store:
         wait_for_workers=False,
         multi_tenant=True,  # beside that of init_process_group
     )
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"minato/{restarts}/{ranks}", store)
+    return PrefixStore(f"minato/{ranks}", store)
 
 
 _services: dict[tuple[int, int], _Service] = {}
@@ -344,9 +377,11 @@ forget_in_children(_services.clear)
 
 def _service_of(rank: int, ranks: int) -> _Service:
     known = _services.get((rank, ranks))
+    if known is not None and known.address != _address():  # their group was made again elsewhere
+        known = None
+        del _services[rank, ranks]
     if known is not None and known.failure is None:
         return known
-    _address()  # what is wrong with it is raised here, and not where this rank waits
     _services[rank, ranks] = made = _Service(rank, ranks)
     if known is not None:
         made.numbers = known.numbers  # the store may have counters of its sources

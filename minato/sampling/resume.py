@@ -484,9 +484,9 @@ class LoaderState:
             tallies = Tally(*done["delivered"]), Tally(*done["skipped"])
             earlier = total(pair for stage in stages for pair in (stage.delivered, stage.skipped))
             found["done"] = Completed(ranges, done["batches"], *tallies, earlier)
-            if stages and spec.replay is not None:
+            if stages and not (spec.replay is None and spec.record_order is None):
                 raise ValueError(
-                    "the state is that of another number of ranks, and recording=Replay(...) repeats the batches of "
+                    "the state is that of all ranks in the middle of an epoch, and recording= is about the batches of "
                     "one rank: leave it out"
                 )
         if (plain["loader"].get("dealing") or {}).get("rank", 0) is None:  # it is merged

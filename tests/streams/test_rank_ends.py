@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -81,6 +82,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[HashStore], None]
 
     def use(store: HashStore) -> None:
         monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: store)
+        monkeypatch.setattr(rank_ends._Service, "_of_run", lambda self, store: store)
 
     yield use
     end_services()
@@ -479,7 +481,8 @@ def test_epochs_leave_nothing_in_the_store(mode: str, in_ranks: Run) -> None:
         for stop in (None, 2, None, 2):
             assert len([*itertools.islice(loader, stop)]) >= 2
         store: Any = rank_ends._services[rank, 2]._store
-        wait_until(lambda: store.underlying_store.num_keys() == 2)  # signs of life
+        # Signs of life, and how many have come.
+        wait_until(lambda: store.underlying_store.num_keys() == 3)
 
     in_ranks(2, one_rank)
 
@@ -556,6 +559,49 @@ def test_a_rank_that_comes_again_takes_part(
 
     first, second = in_ranks(2, one_rank)
     assert first == second
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_store_may_know_an_earlier_run(
+    mode: str, in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun keeps it when it starts all ranks again."""
+    store = HashStore()
+    monkeypatch.setattr(sys.modules[__name__], "HashStore", lambda: store)
+
+    def killed(rank: int) -> None:
+        next(iter(loader_of(Uneven([9, 5]), mode, rank)))
+        rank_ends._services[rank, 2].failure = "it was killed"
+
+    in_ranks(2, killed)
+    monkeypatch.setattr(rank_ends, "_PROCESS", "another")
+    first, second = in_ranks(2, lambda rank: len([*loader_of(Uneven([9, 5]), mode, rank)]))
+    assert first == second == (5 if mode == "shortest" else 9)
+
+
+def test_ranks_meet_where_their_process_group_was_made_again(
+    in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is another process."""
+    stores = {port: HashStore() for port in (1, 2)}
+    together = threading.Barrier(2)
+
+    def one_rank(rank: int) -> list[int]:
+        monkeypatch.setattr(rank_ends, "TCPStore", lambda address, port, *_, **__: stores[port])
+        before = len([*loader_of(Uneven([9, 5]), "pad", rank)])
+        service = rank_ends._services[rank, 2]
+        wait_until(lambda: not service.closing)
+        if rank == 1:
+            rank_ends._services.pop((1, 2)).end()
+            monkeypatch.setenv("MASTER_PORT", "2")
+        together.wait(60)
+        after = len([*loader_of(Uneven([7, 4]), "pad", rank)])
+        wait_until(lambda: service.failure is not None)
+        return [before, after]
+
+    monkeypatch.setattr(rank_ends, "_BEAT_S", 0.01)
+    monkeypatch.setattr(rank_ends, "_LONGEST_S", 20.0)
+    assert in_ranks(2, one_rank) == [[9, 7], [9, 7]]
 
 
 def test_no_thread_is_in_the_store_when_the_program_ends(use: Any) -> None:
