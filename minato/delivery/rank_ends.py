@@ -456,9 +456,9 @@ class EvenEnds(Layer):
             own = vars(self)
             if "_number" not in own:  # by one call, which no signal's handler interrupts
                 own.update(zip(["_number"], service.numbers, strict=False))
-            number = self._num_begun + 1
-            name = f"{self._number}/{number}/{self._epoch.number}"
-            channel = Channel(name, rank, ranks, self._epoch_end == "shortest")
+            number, shortest = self._num_begun + 1, self._epoch_end == "shortest"
+            place = self._number, number, self._epoch.number, int(shortest)
+            channel = Channel("/".join(map(str, place)), rank, ranks, shortest)
             # At once: a signal's handler may raise at any line, and another rank counts alike.
             own.update(_channel=channel, _service=service, _num_begun=number)
         if not channel.is_open:

@@ -316,6 +316,23 @@ def test_each_of_two_processes_of_one_rank_is_told() -> None:
         assert "another process takes part as rank 1 of 2" in each["error"]
 
 
+def test_ranks_that_disagree_on_the_end_are_told(
+    in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_ends, "_BEAT_S", 0.01)
+    together = threading.Barrier(2)
+
+    def one_rank(rank: int) -> None:
+        wait_until(lambda: rank_ends._services[rank, 2].turns > 0)
+        together.wait(60)
+        monkeypatch.setattr(rank_ends, "_LONGEST_S", 1.0)
+        with pytest.raises(RuntimeError, match="loaders with epoch_end= alike in all ranks"):
+            list(loader_of(Uneven([9, 9]), ("shortest", "pad")[rank], rank))
+        together.wait(60)
+
+    in_ranks(2, one_rank)
+
+
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
 @pytest.mark.parametrize("mode", ["repeat", "pad"])
 def test_a_rank_without_items_says_so(mode: str, in_ranks: Run) -> None:
