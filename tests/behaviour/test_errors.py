@@ -26,6 +26,7 @@ from tests.datasets import (
     Numbers,
     Samples,
     drain,
+    forked,
     indices,
     wait_until,
 )
@@ -210,7 +211,7 @@ def test_a_timeout_says_what_runs_and_where(name: str, monkeypatch: pytest.Monke
     INSIDE.value = 0
     RELEASED.clear()
     arguments, what, where = TIMED_OUT[name]
-    arguments = {"dataset": Waits(4), "batch_size": 2, "num_workers": 1, **arguments}
+    arguments = {"dataset": Waits(4), "batch_size": 2, **forked(1), **arguments}
     iterator: Any = iter(DataLoader(timeout=0.5, **arguments))
     wait_until(lambda: bool(INSIDE.value))
     asked_s = time.monotonic()
