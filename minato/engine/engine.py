@@ -346,6 +346,8 @@ class Engine(BatchSource):
             if not ready or self._pending_error is not None:
                 self._fill()
             outgoing = ready[0]
+            if progress is not None:
+                progress.last = outgoing
             if not outgoing.is_noted:
                 self._window.observe(outgoing.nbytes)
                 self._prepare_workers()
@@ -353,8 +355,6 @@ class Engine(BatchSource):
                     self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
                 self.observers.leave(outgoing.num_samples, outgoing.nbytes, self._snapshot)
                 outgoing.is_noted = True
-            if progress is not None:
-                progress.last = outgoing
         except StopIteration:
             raise
         except BaseException:
@@ -463,7 +463,7 @@ class Engine(BatchSource):
 
     def _snapshot(self) -> LoaderSnapshot:
         self._metrics.look(self._pool.usage)
-        ahead = len(self._ready) - 1
+        ahead = max(len(self._ready) - 1, 0)
         window, in_flight = self._window, self._dispatcher.num_open + ahead
         return LoaderSnapshot(
             self._state.active.count,

@@ -94,8 +94,9 @@ class _Joined:
 
     def fail(self) -> None:
         """The call raises: the next one begins again."""
-        self._is_inside = False
-        self._observers.fail()
+        if self._is_inside:  # also that of the source
+            self._is_inside = False
+            self._observers.fail()
 
     def finish(self) -> None:
         """The source has ended; the epoch ends with its last batch."""

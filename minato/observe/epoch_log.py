@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minato._core import Calls, Histogram, now_ns
 from minato.observe.lateness import Lateness, ThresholdDecision
@@ -231,6 +231,7 @@ class RunningEpoch(Observer):
         self._log = log
         self.record, self.progress, self.source = record, progress, source
         self.calls: Calls = record.calls
+        self._comes_again = False
 
     @property
     def is_over(self) -> bool:
@@ -253,6 +254,10 @@ class RunningEpoch(Observer):
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         record, calls = self.record, self.calls
+        if self._comes_again:  # the batch that was counted last
+            self.fail()
+            self._comes_again = False
+            return
         if calls.leave(now_ns(), samples, nbytes):
             return
         is_wanted = calls.is_wanted
@@ -269,8 +274,9 @@ class RunningEpoch(Observer):
 
     def fail(self) -> None:
         record, calls = self.record, self.calls
-        # Otherwise it had left, and was then interrupted.
-        if calls.entered_ns > calls.left_ns and not self.is_over:
+        if calls.entered_ns <= calls.left_ns:  # it had left, and was then interrupted
+            self._comes_again = calls.is_wanted = True  # so that ``leave`` is called
+        elif not self.is_over:
             calls.left_ns = now = now_ns()
             record.failed_ns += now - calls.entered_ns
             calls.wall_ns = now - calls.began_ns
@@ -392,7 +398,8 @@ class EpochLog(Observer):
     def settle(self, running: RunningEpoch) -> None:
         """Note the end of an epoch that has ended, or is abandoned."""
         running.fail()  # the loop has waited for the end, too
-        record, records = self._updated(running), self._ended.records
+        record, records = running.record, self._ended.records
+        vars(record).update(self._figures(running))
         record.ended_ns = record.ended_ns or now_ns()
         if record not in records[-_MOST_AT_A_TIME:]:  # an interruption may come after it
             records.append(record)
@@ -447,25 +454,33 @@ class EpochLog(Observer):
         runs, loader = current is not None, record.use.last or _NO_LOADER
         return Totals(counts, record.epoch, runs, wall_ns, waited_ns, batches, samples, loader)
 
-    def look(self) -> tuple[list[EpochRecord], Metrics]:
-        """All epochs that are kept, in the order in which something last happened in them; and the sum of all."""
+    def look(self) -> tuple[list[tuple[EpochRecord, Metrics]], Metrics]:
+        """All epochs that are kept, in the order in which something last happened in them; and the sum of all.
+
+        In any thread: those that run, and end meanwhile, are copies.
+        """
         running, (records, added, num_added) = self._running, self._ended
         past = [*records]
-        found = [(each.ended_ns, each) for each in past[-_KEPT_EPOCHS:]]
-        new = past[num_added:]
+        found = [(each.ended_ns, each) for each in past]
         for each in _still(running, past):
-            new.append(self._updated(each))
-            found.append((each.active_ns, each.record))
-        whole = Metrics.total([added, *(each.metrics for each in new)])
-        return [record for _, record in sorted(found, key=itemgetter(0))], whole
+            found.append((each.active_ns, replace(each.record, **self._figures(each))))
+        known = [(at_ns, each, each.metrics) for at_ns, each in found]
+        whole = Metrics.total([added, *(metrics for _, _, metrics in known[num_added:])])
+        kept = sorted(known[max(len(past) - _KEPT_EPOCHS, 0) :], key=itemgetter(0))
+        return [(each, metrics) for _, each, metrics in kept], whole
 
-    def _updated(self, running: RunningEpoch) -> EpochRecord:
-        record, source, progress = running.record, running.source, running.progress
-        record.after, record.machine = source.metrics(), self.machine()
-        record.outside = record.outside[0], (record.machine.counts, self.storage())
-        record.decision, record.held_by_budget = source.decision(), source.held_by_budget
-        record.coverage, record.lateness = progress.num_samples(), progress.lateness
-        return record
+    def _figures(self, running: RunningEpoch) -> dict[str, Any]:
+        """What is known of an epoch now, besides its calls."""
+        source, progress, machine = running.source, running.progress, self.machine()
+        return {
+            "after": source.metrics(),
+            "machine": machine,
+            "outside": (running.record.outside[0], (machine.counts, self.storage())),
+            "decision": source.decision(),
+            "held_by_budget": source.held_by_budget,
+            "coverage": progress.num_samples(),
+            "lateness": progress.lateness,
+        }
 
 
 def _still(running: Sequence[RunningEpoch], ended: Sequence[EpochRecord]) -> Sequence[RunningEpoch]:

@@ -103,9 +103,9 @@ def report_of(
     dataset: Mapping[str, float] = MappingProxyType({}),
 ) -> Report:
     """The report of all epochs of a loader so far, and figures of its dataset."""
-    records, total = log.look()
-    whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
-    seen = [each.use for each in records if each.use.last is not None]
+    epochs, total = log.look()
+    whole = dataclasses.replace(epochs[-1][0], epoch=-1) if epochs else EpochRecord(-1)
+    seen = [each.use for each, _ in epochs if each.use.last is not None]
     whole.use = seen[-1] if seen else whole.use  # an epoch that has no batch yet shows nothing
     total.counts.update(log.reads)
     numbers = [number for each in seen for number in each.workers] or [0]
@@ -116,8 +116,8 @@ def report_of(
         verdict=judge(setup, run),
         run=run,
         epochs=tuple(
-            _period(each, each.metrics, f"epoch {each.epoch}", steps, each.use.workers)
-            for each in records
+            _period(each, metrics, f"epoch {each.epoch}", steps, each.use.workers)
+            for each, metrics in epochs
         ),
         slowest=tuple(
             figures.SlowSample(

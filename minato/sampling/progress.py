@@ -175,7 +175,8 @@ class _Recorder:
         if last is not None and last.is_given:
             for record in last.records:
                 record()
-            self.last = None
+            if self.last is last:  # else the loop has gone on: another thread may look
+                self.last = None
 
 
 class Coverage(NamedTuple):

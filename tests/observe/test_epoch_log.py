@@ -64,8 +64,8 @@ def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -
 
 
 def records_of(journal: EpochLog) -> list[EpochRecord]:
-    records, _ = journal.look()
-    return records
+    epochs, _ = journal.look()
+    return [record for record, _ in epochs]
 
 
 @pytest.mark.parametrize("stands_still", [False, True])
@@ -228,6 +228,33 @@ def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
     assert journal.stages() == ()
 
 
+def test_an_epoch_that_ends_while_another_thread_looks_has_its_figures() -> None:
+    journal, source = EpochLog(), MetricsSource()
+    running, metrics = epoch(journal, source, 0, 2), source.metrics
+
+    def meanwhile() -> Metrics:
+        source.metrics, found = metrics, metrics()  # type: ignore[method-assign]
+        source.work(100)
+        running.enter()
+        running.finish()
+        return found
+
+    source.metrics = meanwhile  # type: ignore[method-assign]
+    journal.look()
+    (record,) = records_of(journal)
+    assert (record.finished, record.metrics.counts["busy_ns"]) == (True, 300)
+
+
+def test_epochs_add_up_to_the_run_while_the_loop_goes_on() -> None:
+    journal = EpochLog()
+    running = epoch(journal, MetricsSource(), 0, 2)
+    ((_, metrics),), whole = journal.look()
+    running.enter()
+    running.leave(4, 50, lambda: STANDING)
+    assert metrics.counts == whole.counts
+    assert metrics.histograms["wait"].count == whole.histograms["wait"].count == 2
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calls that return, those that raise and the copies between them, whenever somebody looks."""
@@ -238,8 +265,8 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
     running.started()
     waits, steps, waited, pinned, step = 0, 0, 0, 0, 0
     for _ in range(100):
-        kind = draw.choice(["batch", "interrupted", "error", "step", "pin"])
-        calls, duration = kind in ("batch", "interrupted", "error"), draw.randrange(1, 9)
+        kind = draw.choice(["batch", "interrupted", "again", "error", "step", "pin"])
+        calls, duration = kind not in ("step", "pin"), draw.randrange(1, 9)
         if calls:
             now_ns += 1
             running.enter()
@@ -247,9 +274,14 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
         now_ns += duration
         waited += duration if calls else 0
         assert journal.totals().waited_ns == waited
-        if kind == "batch":
+        if kind in ("batch", "again"):
             running.leave(1, 1, lambda: STANDING)
             waits += 1
+            if kind == "again":  # interrupted after that, twice
+                for _ in range(2):
+                    running.fail()
+                    running.enter()
+                running.leave(1, 1, lambda: STANDING)
         elif kind == "interrupted":  # where it looks at the loader; the batch comes again
             running.record.calls.is_wanted = True
             with pytest.raises(KeyboardInterrupt):
@@ -316,6 +348,31 @@ def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured
     assert before.running
     assert log.totals().waited_ns == before.waited_ns == records_of(log)[-1].waited_ns
     del iterator
+
+
+@pytest.mark.parametrize("size", [4, CostBatches(4, lambda sample: 1)])
+def test_an_interrupted_call_hides_no_batch(size: Any) -> None:
+    interruptions = iter([KeyboardInterrupt])
+
+    def interrupted(sample: int) -> int:
+        for error in interruptions:
+            raise error
+        return sample
+
+    loader = DataLoader(range(12), size, transforms=[interrupted])  # type: ignore[arg-type]
+    iterator = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert len([*iterator]) == loader.metrics()["batches_total"] == 3
+
+
+@each
+def test_no_batch_is_in_flight_where_samples_wait_for_the_end(workers: dict[str, Any]) -> None:
+    loader = DataLoader(range(10), CostBatches(4, lambda sample: 1), **workers)  # type: ignore[arg-type]
+    for _ in loader:
+        values = loader.metrics()  # the next batch says how things stand
+    assert values["batches_total"] == 3
+    assert (values["in_flight_batches"], values["ready_batches"]) == (0, 0)
 
 
 def test_the_loader_is_that_of_a_recent_batch() -> None:

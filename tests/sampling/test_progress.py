@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minato._support.hashes import index_hash, key_hash
 from minato.errors import CoverageError
-from minato.sampling.progress import Completed, Progress, Tally, remaining_batches
+from minato.sampling.progress import Completed, Outgoing, Progress, Tally, remaining_batches
 from minato.sampling.readers import merged
 
 
@@ -143,6 +143,21 @@ def test_the_end_of_a_pass_that_lost_or_repeated_keys_raises() -> None:
     whole.finish()
     whole.finish()
     assert whole.finished
+
+
+def test_a_batch_that_comes_while_another_thread_looks_is_counted() -> None:
+    progress, first, second = Progress(0), Outgoing(), Outgoing()
+    progress.requested([[0], [1]], 0)
+
+    def meanwhile() -> None:
+        progress.last = second
+
+    first.records = meanwhile, progress.returns([0], 0)
+    second.records = (progress.returns([1], 0, ahead=1),)
+    first.is_given = second.is_given = True
+    progress.last = first
+    progress.settle()
+    assert progress.num_samples() == (2, 2, 0)
 
 
 def test_coverage_of_a_pass_under_way() -> None:
