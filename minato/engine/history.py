@@ -227,5 +227,5 @@ def save_costs(
     stored: CostHistory, costs: CostStats, meters: Sequence[Meters], recent: Histogram
 ) -> None:
     """Save the costs of recent samples for the next program; of all, where none are recent."""
-    costs.update(meters)
-    stored.save(recent if recent.count else costs.run["total"])
+    of_all = costs.update(meters)["total"]
+    stored.save(recent if recent.count else of_all)

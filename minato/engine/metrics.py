@@ -65,13 +65,13 @@ class EngineMetrics(MetricsSource):
             self.failures.look()
             counts.update(self.failures.totals)
         counts.update(self.quick_counts())
-        if counts["busy_ns"]:  # else nobody has touched the pages of the meters
-            self.costs.update(self.meters)
+        # Else nobody has touched the pages of the meters.
+        costs = self.costs.update(self.meters) if counts["busy_ns"] else self.costs.run
         counts["slept_ns"] = 0 if self.wait_stats is None else self.wait_stats.waited_ns
         counts["pinning_ns"] = self.device_times.pinning_ns
         counts["queueing_ns"] = self.device_times.queueing_ns
         counts["ran_ns"], counts["queued_ns"] = self.usage.ran_ns, self.usage.queued_ns
-        return Metrics(counts, self.costs.run)
+        return Metrics(counts, costs)
 
     @property
     def stands_still(self) -> bool:

@@ -225,14 +225,19 @@ class CostStats:
         """The histograms by name: the fixed ones, then ``0 First``, ``1 Second`` …"""
         self._counts = [0] * len(self.run)
 
-    def update(self, workers: Sequence[Meters]) -> None:
-        """Read the meters of all workers; a histogram that was read before stays as it was."""
+    def update(self, workers: Sequence[Meters]) -> dict[str, Histogram]:
+        """Read the meters of all workers; a histogram that was read before stays as it was.
+
+        Returns ``run``, which another thread may replace by an older one.
+        """
         rows = [list(map(_COUNT, worker.all)) for worker in workers]
         counts = rows[0] if len(rows) == 1 else [*map(sum, zip(*rows, strict=True))]
-        if counts != self._counts:
-            run = {**self.run}
+        run, known = self.run, self._counts
+        if counts != known:
+            run = {**run}
             for place, name in enumerate(run):
-                if counts[place] != self._counts[place]:
+                if counts[place] != known[place]:
                     each = [worker.all[place] for worker in workers]
                     run[name] = (each[0] if len(each) == 1 else merged(each)).snapshot()
             self.run, self._counts = run, [each.count for each in run.values()]
+        return run

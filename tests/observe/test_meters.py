@@ -51,7 +51,7 @@ def test_what_has_not_grown_is_not_read_again():
     profile.update([meters])
     before = profile.run
     meters.steps[1].record(30)
-    profile.update([meters])
+    assert profile.update([meters]) is profile.run  # if no other thread has replaced it since
     assert (before["1 Flip"].count, profile.run["1 Flip"].count) == (1, 2)
     assert profile.run["0 Crop"] is before["0 Crop"]
 
