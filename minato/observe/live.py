@@ -128,7 +128,9 @@ class Live(Observer):
 
     def rows(self) -> list[tuple[str, str]]:
         """What the view shows of the last seconds: names and texts; empty between two epochs."""
-        now = _Look(now_ns(), self._log.totals(), self._log.stages(), self._log.machine())
+        # First: it reads files, and another thread may look meanwhile.
+        machine = self._log.machine()
+        now = _Look(now_ns(), self._log.totals(), self._log.stages(), machine)
         if not now.totals.running:
             return []
         recent = self.epoch.recent

@@ -428,6 +428,25 @@ def test_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) ->
     assert [rates[number] for number in (40, 50, 99)] == ["10", "0.1", "10"]
 
 
+def test_another_thread_may_look_while_files_of_the_machine_are_read() -> None:
+    with (loader := loader_of(8)).live() as view:
+        next(batches := iter(loader))
+        log, others = loader._minato_history.epoch_log, iter([view.rows])
+        assert log is not None
+        read = log.machine
+
+        def machine() -> Any:
+            for look in others:
+                look()
+            return read()
+
+        log.machine = machine
+        assert view.rows()
+        times = [each.at_ns for each in view.epoch.recent]
+        assert times == sorted(times)
+        del batches
+
+
 INTERRUPTED = """
 import time
 import minato
