@@ -330,6 +330,8 @@ class Dispatcher:
 
     def take_ready(self) -> bool:
         """Take the batch that comes next, if it is complete and has samples to return, as ``next`` does."""
+        if self._opening is not None:
+            self._complete_opening()
         found = self._order.next_ready(self._open, self._is_ready)
         return found is not None and self._take(found)
 

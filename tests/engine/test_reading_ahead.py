@@ -66,6 +66,16 @@ def test_an_epoch_that_is_left_leaves_no_batch_to_the_next() -> None:
     assert flat(indices(loader)) == [*range(SIZE)]
 
 
+def test_a_batch_whose_opening_was_interrupted_comes_once() -> None:
+    iterator, given = begun(loading(Numbers(SIZE)))
+    engine, dispatcher = iterator._source, iterator._source._dispatcher
+    wait_until(lambda: dispatcher.num_ready == dispatcher.num_open)
+    dispatcher._opening = dispatcher._open[-1]
+    assert dispatcher.take_ready()
+    engine._outgoing = engine._read(dispatcher.current)  # and so was the reading ahead
+    assert flat(indices(iterator)) == [*range(len(given), SIZE)]
+
+
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
