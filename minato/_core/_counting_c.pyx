@@ -38,8 +38,7 @@ __all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Calls", "Histogram", "Occurrences", 
 HISTOGRAM_NBYTES = sizeof_histogram
 """Bytes of one histogram: count, total and max, then 720 buckets from byte 64, all uint64."""
 
-cdef object SCRATCH = bytearray(HISTOGRAM_NBYTES)
-"""What a snapshot begins with."""
+cdef object SCRATCH = bytearray(HISTOGRAM_NBYTES)  # what a snapshot begins with
 
 
 @cython.final
