@@ -329,7 +329,8 @@ class InlineEngine(BatchSource):
         except BaseException:
             if self._host is not None:
                 self._host.be_program()
-            self.observers.fail()
+            if (known := self._batch) is None or not known.is_prepared:  # else it has left
+                self.observers.fail()
             raise
         return batch
 
@@ -439,7 +440,6 @@ class InlineEngine(BatchSource):
         except ERRORS as raised:
             error = self._collate_error(batch, items, raised)
         self._finish_quickly(batch, made, error, began_ns)
-        host.release()
         return batch
 
     def _finish_quickly(
@@ -465,6 +465,8 @@ class InlineEngine(BatchSource):
             batch.records = (self._progress.returns(positions, 0, batch.num_slow),)
             self._progress.last = batch
         self._batches.drop(batch.drawn)
+        if self._host is not None:
+            self._host.release()
         self.observers.leave(count, self._builder.nbytes, self._snapshot)
         if self.arena.num_slots:
             self.arena.trim(1)

@@ -268,6 +268,8 @@ def check(make: Callable[[], DataLoader[Any]], interrupter: Interrupter, most: i
         raised = interrupter.raised
         assert epoch(loader, interrupter) == Counter(range(LENGTH)), interrupter.where
         assert loader.coverage().complete, interrupter.where
+        shown = loader.report().epochs[-1].throughput.samples
+        assert shown == LENGTH, (shown, interrupter.where)
         if interrupter.raised == raised:
             break
         if not loader.persistent_workers:
