@@ -87,10 +87,12 @@ class _Joined:
         self._snapshot = weakref.WeakMethod(snapshot)  # of the source, which has these observers
         self._nbytes += nbytes
 
-    def give(self, samples: int) -> None:
+    def give(self, batch: _Batch) -> None:
+        samples = max(len(batch.members), 1)
         if self._snapshot is not None and (snapshot := self._snapshot()) is not None:
             self._observers.leave(samples, self._nbytes, snapshot)
-        self._is_inside, self._nbytes = False, 0
+        # At once: until then, an interruption has the batch come again.
+        batch.is_observed, self._is_inside, self._nbytes = True, False, 0
 
     def fail(self) -> None:
         """The call raises: the next one begins again."""
@@ -146,8 +148,7 @@ class MeasuredBatches(Layer):
                 self._batch = batch = self._closed() or self._arrived(progress)
             progress.last = batch
             if not batch.is_observed:
-                self._observers.give(max(len(batch.members), 1))
-                batch.is_observed = True
+                self._observers.give(batch)
         except StopIteration:
             raise
         except BaseException:
