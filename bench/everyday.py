@@ -38,14 +38,14 @@ TINY_US, TINY_LIMIT = 15.0, 0.9
 CAUSES = {
     "wait-*-w0-*": "each sample is timed by stage; after a wait this code is no longer in the processor's caches",
     "wait-*-w[1-9]-*": "after a wait a worker's steps are no longer in the processor's caches: about 50 µs a sample",
-    "*-w0-short": "an epoch's records, its states to resume and the search for generators take 100 to 250 µs",
+    "*-w0-short": "an epoch's records, states to resume and search for generators take 70 to 360 µs, more for pictures",
     "*-single-w0-*": "there is no copy to save, and the bookkeeping of a batch is for one sample",
     "*-flipped-*-w0-*": "a sample that draws is bound to its index, which takes 1 µs, and more with cold caches",
     "texts-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
-    "list-*-w0-*": "its batches are faster; each epoch is recorded, about 100 µs",
-    "ints-*-w0-*": "its batches are faster; each epoch is recorded, about 100 µs",
-    "padded-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, 100 µs, and 400 with cold caches",
-    "stream-collated-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, about 150 µs",
+    "list-*-w0-*": "its batches are faster; each epoch is recorded, as short ones are",
+    "ints-*-w0-*": "its batches are faster; each epoch is recorded, as short ones are",
+    "padded-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, as short ones are",
+    "stream-collated-*-w0-*": "`collate_fn` does the copy; each epoch is recorded, as short ones are",
     "texts-*-w[1-9]-*": "its batches are faster; workers that do not persist take 1 ms more each to start and end",
 }
 """Why torch is faster, by patterns of the names of jobs; the first that fits counts."""

@@ -344,7 +344,8 @@ class InlineEngine(BatchSource):
                 raise StopIteration
             if not self._is_entered:
                 self._enter()
-                if self._load_quickly is not None and (quick := self._load_quickly(self)):
+                quick = None if self._load_quickly is None else self._load_quickly(self)
+                if quick is not None:
                     return quick
             batch = self._batch
             if batch is None or batch.drawn is not drawn:
@@ -368,7 +369,7 @@ class InlineEngine(BatchSource):
                 self._load_quickly = InlineEngine._load_items
         self._is_entered = True
 
-    # The next three are long: calls of shorter ones would take as long as all that they do.
+    # The next ones are long: calls of shorter ones would take as long as all that they do.
 
     def _load_unbound(self) -> _Batch | None:
         """Load a batch of cheap samples that draw nothing, as earlier ones did not; None: ``_load`` must do so."""
@@ -394,13 +395,7 @@ class InlineEngine(BatchSource):
         samples, error = runner.run_unbound(batch.first, self._number, indices, fetch)
         made = None
         if error is None:
-            try:
-                if not builder.collates:
-                    made = builder.pack(samples)
-                if made is None:
-                    made = builder.collate(samples)
-            except ERRORS as raised:
-                error = self._collate_error(batch, samples, raised)
+            made, error = self._built(batch, samples)
         else:
             error = _error_of(error, indices[len(samples)])
         if randomness is not None and randomness.drawn():
@@ -414,8 +409,7 @@ class InlineEngine(BatchSource):
 
     def _load_items(self) -> _Batch | None:
         """Load a whole batch of items of the only reader; None: ``_load`` must do so, and finds what was read."""
-        host, runner, builder = self._host, self._runner, self._builder
-        drawn, made, error = None if self._has_ended else self._batches.first(), None, None
+        host, drawn = self._host, None if self._has_ended else self._batches.first()
         if drawn is None or host is None:
             return None
         self._batch = batch = _Batch(drawn, self._position)
@@ -431,16 +425,20 @@ class InlineEngine(BatchSource):
         if len(items) < len(keys):
             self._tried = None
             return None
-        runner.record_call(items, keys, self._number, now_ns() - began_ns)
-        try:
-            if not builder.collates:
-                made = builder.pack(items)
-            if made is None:
-                made = builder.collate(items)
-        except ERRORS as raised:
-            error = self._collate_error(batch, items, raised)
+        self._runner.record_call(items, keys, self._number, now_ns() - began_ns)
+        made, error = self._built(batch, items)
         self._finish_quickly(batch, made, error, began_ns)
         return batch
+
+    def _built(self, batch: _Batch, samples: list[object]) -> tuple[Any, BaseException | None]:
+        """What samples make that are neither skipped nor traced, or the error of ``collate_fn``."""
+        builder, made = self._builder, None
+        try:
+            if not builder.collates:
+                made = builder.pack(samples)
+            return builder.collate(samples) if made is None else made, None
+        except ERRORS as raised:
+            return None, self._collate_error(batch, samples, raised)
 
     def _finish_quickly(
         self, batch: _Batch, made: object, error: BaseException | None, began_ns: int
