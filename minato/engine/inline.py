@@ -364,23 +364,25 @@ class InlineEngine(BatchSource):
         runner.enter(self._epoch.seed, looks=True)
         if not self._tracer.enabled:
             if self._single is not None:
-                self._load_quickly = InlineEngine._load_unbound
+                self._load_quickly = InlineEngine._load_samples
             elif self._is_plain and runner.is_plain and not self._draws_collating():
                 self._load_quickly = InlineEngine._load_items
         self._is_entered = True
 
     # The next ones are long: calls of shorter ones would take as long as all that they do.
 
-    def _load_unbound(self) -> _Batch | None:
-        """Load a batch of cheap samples that draw nothing, as earlier ones did not; None: ``_load`` must do so."""
+    def _load_samples(self) -> _Batch | None:
+        """Load a batch of cheap samples, of which it is known whether they draw; None: ``_load`` must do so."""
         drawn, runner, builder = self._batches.first(), self._runner, self._builder
         if drawn is None or (fetcher := self._single) is None:
             return None
         self._batch = batch = _Batch(drawn, self._position)
         indices, count = batch.given, batch.size
+        randomness, draws = runner.randomness, runner.cost_estimate.draws
         if (
-            not runner.may_run_unbound(count, builder.draws)
+            not runner.may_run_quickly(count, builder.draws)
             or not len(indices)
+            or (draws and batch.occurrences is not None)
             or (self._takes_rows and count >= LEAST_ROWS)
             or self._current.kinds is not ERRORS
             or is_profiling()
@@ -388,17 +390,25 @@ class InlineEngine(BatchSource):
             return None
         if type(indices) is not list:
             indices = list(indices)
-        self._tried, began_ns, randomness = drawn, now_ns(), runner.randomness
-        if randomness is not None:
-            randomness.mark()
+        self._tried, began_ns = drawn, now_ns()
         fetch = fetcher.one if count < LEAST_BOUND else fetcher.now(count)
-        samples, error = runner.run_unbound(batch.first, self._number, indices, fetch)
+        bind = restore = None
+        if randomness is not None:
+            if draws:
+                bind, restore = randomness.bind, randomness.kept()
+            else:
+                randomness.mark()
+        try:
+            samples, error = runner.run_quickly(batch.first, self._number, indices, fetch, bind)
+        finally:
+            if restore is not None:
+                restore()
         made = None
         if error is None:
             made, error = self._built(batch, samples)
         else:
             error = _error_of(error, indices[len(samples)])
-        if randomness is not None and randomness.drawn():
+        if randomness is not None and not draws and randomness.drawn():
             runner.undo_draws(randomness)
             self._tried = None
             return None
@@ -651,7 +661,9 @@ class InlineEngine(BatchSource):
         """Have a reader give items, run their transforms, and build their batch."""
         keys, runner = batch.given, self._runner
         if self._is_plain and runner.is_plain:
-            taken, error = runner.run_unbound(batch.first, self._number, [keys], host.take_next)
+            taken, error = runner.run_quickly(
+                batch.first, self._number, [keys], host.take_next, None
+            )
             items = taken[0] if error is None else host.taken
             if error is not None and len(items) == len(keys):
                 raise error  # a second interruption: no item has raised it

@@ -383,7 +383,7 @@ class Runner:
 
     @property
     def is_plain(self) -> bool:
-        """Whether samples are neither traced nor bound, nor have stages: ``run_unbound`` may run them."""
+        """Whether samples are neither traced nor bound, nor have stages: ``run_quickly`` may run them."""
         return (
             self._stage_runner is None
             and not self.tracer.enabled
@@ -391,21 +391,26 @@ class Runner:
             and self.failure is None
         )
 
-    def may_run_unbound(self, count: int, collates: bool) -> bool:
-        """Whether ``count`` samples need no randomness of theirs, nor with ``collates`` what the program makes of them.
+    def may_run_quickly(self, count: int, collates: bool) -> bool:
+        """Whether ``count`` samples are cheap, and it is known whether they draw: ``run_quickly`` may run them.
 
-        Binding costs as much as these samples, and earlier ones did not draw. The caller watches them, and runs them
-        again, bound, if one draws after all.
+        With ``collates``, what the program makes of them must not draw either. Where samples did not draw until now,
+        which saves the cost of binding them, the caller watches them, and runs them again, bound, if one does.
         """
         estimate = self.cost_estimate
         mean_ns = estimate.mean_ns
         return (
-            estimate.draws is False
+            estimate.draws is not None
             and (mean_ns < WORTH_BINDING_NS or self.longest_ns < WORTH_BINDING_NS)
             and mean_ns * _EXPENSIVE < self._worth_measuring_ns  # nothing where samples are traced
+            and self._runs % _MEASURE_EVERY > 0
             and count <= len(self.durations)
             and self._stage_runner is not None
-            and (not collates or estimate.collate_draws is False or self.randomness is None)
+            and (
+                not collates
+                or self.randomness is None
+                or not (estimate.draws or estimate.collate_draws is not False)
+            )
         )
 
     def undo_draws(self, randomness: SampleRandomness) -> None:
@@ -413,11 +418,14 @@ class Runner:
         self.cost_estimate.draws = self.cost_estimate.collate_draws = True
         randomness.rewind()
 
-    def run_unbound(self, position: int, epoch: int, indices: list[object], fetch: Fetch) -> Ran:
-        """Run samples as ``run`` does, where ``may_run_unbound`` or ``is_plain``."""
+    def run_quickly(
+        self, position: int, epoch: int, indices: list[object], fetch: Fetch, bind: Bind | None
+    ) -> Ran:
+        """Run samples as ``run`` does, where ``may_run_quickly`` or ``is_plain``."""
         lease, durations = self.lease, self.durations
+        self._runs += 1
         samples, error = run_samples(
-            fetch, indices, position, lease, durations, None, epoch, self.catches
+            fetch, indices, position, lease, durations, bind, epoch, self.catches
         )
         self.longest_ns = longest_ns = self._total.record_all(durations, len(samples))
         if self._stats and longest_ns > self._slowest.floor_ns:
@@ -426,7 +434,7 @@ class Runner:
         return samples, error
 
     def record_call(self, items: list[object], keys: object, epoch: int, taken_ns: int) -> None:
-        """Record a call of a reader that was made without ``run_unbound``."""
+        """Record a call of a reader that was made without ``run_quickly``."""
         self.longest_ns = self.durations[0] = taken_ns
         self._total.record(taken_ns)
         if self._stats and taken_ns > self._slowest.floor_ns:
