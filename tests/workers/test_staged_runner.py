@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,11 @@ def test_of_rather_expensive_samples_every_eighth_is_measured(
     assert costs["0 Pause"].count == 400 // 8
 
 
-def test_of_cheap_samples_few_are_measured() -> None:
-    costs = costs_of(20_000, 50, transforms=[str, int], num_workers=1)
-    assert 0 < costs["0 str"].count < 2_000
+@pytest.mark.parametrize("step", [str, lambda value: value * random.random()], ids=["str", "draws"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_of_cheap_samples_one_in_every_thirty_second_run_is_measured(
+    num_workers: int, step: Callable[[Any], Any]
+) -> None:
+    workers = {"multiprocessing_context": "fork"} if num_workers else {}
+    costs = costs_of(20_000, 50, transforms=[step], num_workers=num_workers, **workers)
+    assert 20_000 // 50 // 32 <= costs["dataset"].count < 2_000
