@@ -121,6 +121,7 @@ class BatchIterator(TorchIterator):
         self._make_source = make_source
         self._epochs = epochs
         self._epoch = epochs.begin(loader)
+        began_ns = now_ns()
         super().__init__(loader)
         if self._num_workers > 0:
             if loader.prefetch_factor <= 0:
@@ -135,6 +136,7 @@ class BatchIterator(TorchIterator):
             )
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._epoch.progress.sampling_ns = now_ns() - began_ns  # in the sampler's __iter__()
         self._pin_memory = self._pin_memory and may_pin
         self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
@@ -175,7 +177,9 @@ class BatchIterator(TorchIterator):
 
     def _begin_next(self, loader: Any, first_iter: bool) -> None:
         self._epoch = self._epochs.begin(loader)
+        began_ns = now_ns()
         super()._reset(loader, first_iter)
+        self._epoch.progress.sampling_ns = now_ns() - began_ns
         self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
         if self._source is None or not self._persistent_workers:
             self._renew_source()  # its workers have ended, or will do so with the epoch that they began

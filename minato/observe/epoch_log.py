@@ -96,6 +96,7 @@ class EpochRecord:
         failed_ns: Time inside the calls of ``next()`` that raised.
         pinned_ns: Time to copy batches to pinned memory.
         ranks_ns: Time of waiting for other ranks.
+        sampling_ns: Time in the sampler.
         lateness: Distance of the batches from the sampler's order.
         before, after: Metrics of the engine at the start of the epoch, and as of the last update.
         outside: The counts of machine and storage, at these two moments.
@@ -111,6 +112,7 @@ class EpochRecord:
     failed_ns: int = 0
     pinned_ns: int = 0
     ranks_ns: int = 0
+    sampling_ns: int = 0
     coverage: tuple[int, int, int] = (0, 0, 0)
     lateness: Lateness | None = None
     before: Metrics = field(default_factory=Metrics)
@@ -160,6 +162,7 @@ class EpochRecord:
             failed_ns=self.failed_ns,
             pinned_ns=self.pinned_ns,
             ranks_ns=self.ranks_ns,
+            sampling_ns=self.sampling_ns,
         )
         return counts
 
@@ -362,7 +365,7 @@ class EpochLog(Observer):
             before = latest
         machine, storage = self.machine(), self.storage()
         outside = machine.counts, storage
-        calls = Calls(now_ns())
+        calls = Calls(progress.began_ns)
         record = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
         record.outside = outside, outside
         running = RunningEpoch(self, record, progress, source)
@@ -479,6 +482,7 @@ class EpochLog(Observer):
             "decision": source.decision(),
             "held_by_budget": source.held_by_budget,
             "coverage": progress.num_samples(),
+            "sampling_ns": progress.sampling_ns,
             "lateness": progress.lateness,
         }
 

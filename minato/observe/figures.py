@@ -70,13 +70,16 @@ class Waiting:
         "s",
         "for other ranks, with epoch_end=, and no part of the sum; large: another one is slower",
     )
+    sampler_s: float = _figure(
+        "s", "in iter() and next(), drawing indices; near the sum: the sampler is the bottleneck"
+    )
 
 
 @dataclass(frozen=True)
 class Throughput:
     """Batches, samples and bytes, and their rates."""
 
-    wall_s: float = _figure("s", "from iter() to the last batch")
+    wall_s: float = _figure("s", "from iter() to the end of the last next()")
     batches: int = _figure("batches", "that next() returned, or whose error it raised")
     samples: int = _figure("samples", "in them, without those skipped")
     nbytes: int = _figure(
@@ -317,7 +320,7 @@ class Verdict:
     Attributes:
         bottleneck: ``step`` (training itself), ``source``, ``transform``, ``collate`` (collate and copy),
             ``transfer``, ``workers`` (too few), ``memory`` (too few batches in flight), ``order``, ``start``,
-            ``ranks`` (others are slower), or ``unknown``.
+            ``sampler``, ``ranks`` (others are slower), or ``unknown``.
         summary: The bottleneck in a sentence.
         evidence: What shows it beyond the six figures of the text, in sentences.
         advice: The change to make, "" for none.

@@ -102,7 +102,15 @@ class LoaderSnapshot(NamedTuple):
 
 
 class EpochState(Protocol):
-    """The progress of an epoch, from the sampler's side."""
+    """The progress of an epoch, from the sampler's side.
+
+    Attributes:
+        began_ns: When ``iter()`` began.
+        sampling_ns: Time in the sampler.
+    """
+
+    began_ns: int
+    sampling_ns: int
 
     @property
     def lateness(self) -> Lateness:

@@ -207,6 +207,7 @@ def _waiting(metrics: Metrics) -> figures.Waiting:
         pinning_s=counts["pinning_ns"] / 1e9,
         queueing_s=counts["queueing_ns"] / 1e9,
         ranks_s=counts["ranks_ns"] / 1e9,
+        sampler_s=counts["sampling_ns"] / 1e9,
     )
 
 

@@ -17,7 +17,7 @@ from minato._support.files import open_lines, open_regular, write_all
 from minato._support.values import integer_of, text_of
 from minato._system import environment, file_of_process
 from minato.errors import warn
-from minato.observe.observers import LoaderSnapshot, Observer
+from minato.observe.observers import EpochState, LoaderSnapshot, Observer
 from minato.observe.tracer import REPEATED, SAMPLE, Args, Tracer
 
 __all__ = ["LIMIT_BYTES", "LoopTrack", "Trace", "Track", "Tracks", "trace_of_environment"]
@@ -269,9 +269,9 @@ class LoopTrack(Observer):
         self._left_ns: int | None = None  # when a batch was returned, until the next is asked for
         self._warned = False
 
-    def begin(self, epoch: int, _progress: object, _source: object) -> LoopTrack:
+    def begin(self, epoch: int, progress: EpochState, _source: object) -> LoopTrack:
         self._epoch, self._batches, self._left_ns = epoch, 0, None
-        self._entered_ns = now_ns()
+        self._entered_ns = progress.began_ns
         return self
 
     def started(self) -> None:

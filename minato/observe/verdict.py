@@ -56,7 +56,8 @@ class _Costs:
 
     Attributes:
         whole: From one batch to the next.
-        transfer: ``next()`` in the training process, without sleeping; a device takes ``pinning`` and ``queueing``.
+        transfer: ``next()`` in the training process, without sleeping; a device takes ``pinning`` and ``queueing``,
+            the sampler ``sampling``.
         source: The share of the workers' time that the dataset takes, 0 to 1.
         reading: Of each reader, where the dataset has a fixed number of them: no further worker makes it less.
     """
@@ -68,6 +69,7 @@ class _Costs:
     transfer: float
     pinning: float
     queueing: float
+    sampling: float
     work: float
     source: float
     reading: float
@@ -93,7 +95,7 @@ def _costs_of(setup: Setup, run: Period) -> _Costs:
     started_s = waiting.start_s * run.epochs
     transfer_s = max(waiting.total_s - waiting.starved_s - started_s, 0.0)
     if setup.num_workers == 0:
-        transfer_s = waiting.pinning_s + waiting.queueing_s
+        transfer_s = waiting.pinning_s + waiting.queueing_s + waiting.sampler_s
     step_s = run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s - waiting.ranks_s
     work = run.workers.busy_s / batches
     source = sum(stage.share for stage in run.stages if stage.kind == "source")
@@ -105,6 +107,7 @@ def _costs_of(setup: Setup, run: Period) -> _Costs:
         transfer=transfer_s / batches,
         pinning=waiting.pinning_s / batches,
         queueing=waiting.queueing_s / batches,
+        sampling=waiting.sampler_s / batches,
         work=work,
         source=source,
         reading=work * source / setup.readers if setup.readers else 0.0,
@@ -140,6 +143,12 @@ def judge(setup: Setup, run: Period) -> Verdict:
             return Verdict("ranks", summary, evidence, "Look at the report of the slowest rank.")
         summary = "Your loader is not the bottleneck: the training step is."
         return Verdict("step", summary, evidence, speedup=wall_s / max(wall_s - steady_s, 1e-9))
+    if waiting.sampler_s >= lost_s / 2:
+        evidence = (f"To draw the indices of a batch takes {seconds(costs.sampling)}.",)
+        summary = "The bottleneck is the sampler, in the training process."
+        advice = "Make it cheaper, or compute its batches in advance; the estimate assumes half of its cost."
+        speedup = costs.whole / max(costs.whole - (1 - _CHEAPER) * costs.sampling, 1e-9)
+        return Verdict("sampler", summary, evidence, advice, speedup=speedup)
     if starts_often and first_s >= lost_s / 2:
         later_s = first_s * (run.epochs - 1) / run.epochs
         summary = "The bottleneck is the start of the workers in each epoch."
@@ -159,7 +168,8 @@ def judge(setup: Setup, run: Period) -> Verdict:
 
 def _without_workers(setup: Setup, costs: _Costs, steady_s: float) -> Verdict | None:
     """Batches that the training process would load sooner than it gets them; ``steady_s``: from one to the next."""
-    alone_s = costs.serial + costs.work - costs.transfer + costs.pinning + costs.queueing
+    kept_s = costs.pinning + costs.queueing + costs.sampling
+    alone_s = costs.serial - costs.transfer + kept_s + costs.work
     needed = setup.worker_method == "ray" or setup.ranks > 1 or setup.reads_here
     needed = needed or setup.needs_workers
     if setup.num_workers == 0 or needed or setup.fetch_concurrency > 1:

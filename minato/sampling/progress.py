@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from minato._core import Arrivals, sum_of_hashes
+from minato._core import Arrivals, now_ns, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.items import item_of
 from minato.errors import CoverageError, Postponed, not_the_end, warn
@@ -220,6 +220,8 @@ class Progress(_Recorder):
         length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
         part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
         earlier: Tallies of what other ranks delivered and skipped before, if this rank counts it.
+        began_ns: When ``iter()`` began.
+        sampling_ns: Time in the sampler.
     """
 
     def __init__(self, epoch: int, done: Completed | None = None) -> None:
@@ -231,6 +233,7 @@ class Progress(_Recorder):
         self.part: RankProgress | None = None
         self.readers: EpochReaders | None = None
         self.earlier = NOTHING, NOTHING
+        self.began_ns, self.sampling_ns = now_ns(), 0
         self._is_in_order = False
         self._lateness: Lateness | None = None  # until a batch is asked for that may be late
         self._slow_shares: dict[int, float] = {}
@@ -265,12 +268,14 @@ class Progress(_Recorder):
         samples = self._arrivals.delivered[0] - self._before.delivered.samples
         return InOrderLateness(samples, self.batches, dict(self._slow_shares))
 
-    def requested(self, batches: Sequence[Batch], first: int) -> None:
+    def requested(self, batches: Sequence[Batch], first: int, took_ns: int = 0) -> None:
         """Note batches of indices that the sampler yields.
 
         Args:
             first: Number of the first of them, from 0 on in this run; a second note of a batch changes nothing.
+            took_ns: Time in the sampler since the last note.
         """
+        self.sampling_ns += took_ns
         record, ask, lateness = self.record, self._arrivals.ask, self._watched()
         for number, indices in enumerate(batches, first):
             occurrences = None

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler
-from minato._core import Occurrences, mix_seed, sum_of_hashes
+from minato._core import Occurrences, mix_seed, now_ns, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.objects import attribute, is_exactly, length_of
 from minato._support.values import integer_of, message_of, plain
@@ -817,8 +817,8 @@ class IndexBatches:
 
     Args:
         again: Returns the batches from one on, given the number of those before it; None: an interruption ends them.
-        note: Called with the indices of some batches, and the number of the first. It may be called again, without
-            effect.
+        note: Called with the indices of some batches, the number of the first, and the ns of drawing since the last
+            call. It may be called again, without effect.
 
     Attributes:
         goes_on: Whether the last error was that of one batch, which has no indices; the next call is for the next one.
@@ -828,7 +828,7 @@ class IndexBatches:
         self,
         begin: Callable[[], Source],
         again: Callable[[int], Source] | None = None,
-        note: Callable[[Sequence[Batch], int], object] = lambda batches, first: None,
+        note: Callable[[Sequence[Batch], int, int], object] = lambda batches, first, took_ns: None,
     ) -> None:
         self._begin = begin
         self._again = again
@@ -836,7 +836,7 @@ class IndexBatches:
         self._source: Source | None = None
         self._numbers = itertools.count()
         self._ahead: deque[Drawn] = deque()
-        self._num_dropped = self._num_noted = 0
+        self._num_dropped = self._num_noted = self._took_ns = 0
         self._was_interrupted = False
         self.goes_on = False
 
@@ -886,12 +886,14 @@ class IndexBatches:
                         self._num_dropped = drawn.number + 1
                         self._ahead.remove(drawn)
                         raise
-        self._note([drawn[-1] if len(drawn) > 2 else drawn[0] for drawn in new], new[0][1])
+        indices = [drawn[-1] if len(drawn) > 2 else drawn[0] for drawn in new]
+        took_ns, self._took_ns = self._took_ns, 0
+        self._note(indices, new[0][1], took_ns)
         self._num_noted = new[-1][1] + 1
 
     def _draw(self, together: bool = False) -> bool:
         """Draw one batch, or as many as may be drawn together; False at the end."""
-        known, most = len(self._ahead), 1
+        known, most, began_ns = len(self._ahead), 1, now_ns()
         try:
             if self._source is None:
                 self._source = self._drawn_again() if self._was_interrupted else self._begin()
@@ -907,6 +909,7 @@ class IndexBatches:
         except BaseException:
             self._was_interrupted = len(self._ahead) == known or most > 1
             raise
+        self._took_ns += now_ns() - began_ns
         return len(self._ahead) > known
 
     def _take(self, most: int = 1) -> None:

@@ -259,7 +259,8 @@ def test_epochs_add_up_to_the_run_while_the_loop_goes_on() -> None:
 def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calls that return, those that raise and the copies between them, whenever somebody looks."""
     draw, now_ns = random.Random(seed), 1
-    monkeypatch.setattr("minato.observe.epoch_log.now_ns", lambda: now_ns)
+    for module in ("minato.observe.epoch_log", "minato.sampling.progress"):
+        monkeypatch.setattr(f"{module}.now_ns", lambda: now_ns)
     journal, source = EpochLog(), MetricsSource()
     running = journal.begin(0, Progress(0), source)
     running.started()
@@ -307,16 +308,22 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_call_that_finds_the_end_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 1
-    monkeypatch.setattr("minato.observe.epoch_log.now_ns", lambda: now_ns)
+    for module in ("minato.observe.epoch_log", "minato.sampling.progress"):
+        monkeypatch.setattr(f"{module}.now_ns", lambda: now_ns)
     journal, source = EpochLog(), MetricsSource()
-    running = epoch(journal, source, 0, 1)
+    progress = Progress(0)
+    now_ns += 20  # in the sampler's __iter__()
+    running = journal.begin(0, progress, source)
+    running.started()
+    running.enter()
+    running.leave(4, 50, lambda: STANDING)
     now_ns += 3
     running.enter()
     now_ns += 50
     running.finish()
     (record,) = records_of(journal)
-    assert (record.waited_ns, record.calls.wall_ns) == (50, 53)
-    assert journal.totals().waited_ns == 50
+    assert (record.waited_ns, record.calls.wall_ns) == (70, 73)
+    assert journal.totals().waited_ns == 70
 
 
 def test_what_workers_do_while_the_end_is_noted_lowers_no_total() -> None:

@@ -27,6 +27,7 @@ from minato.observe import trace as trace_module
 from minato.observe.observers import LoaderSnapshot
 from minato.observe.trace import LoopTrack, Tracks
 from minato.observe.tracer import Tracer
+from minato.sampling.progress import Progress
 from minato.workers import pools, runner, supervision, worker
 from tests.datasets import (
     DiesOnce,
@@ -382,7 +383,7 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
 def loop_into(path: Path) -> LoopTrack:
     path.write_text("[\n")
     loop = LoopTrack(Tracks(str(path), 1, 0, "loader").loop())
-    loop.begin(0, None, None)
+    loop.begin(0, Progress(0), None)
     loop.started()
     return loop
 

@@ -61,7 +61,7 @@ FIGURES: dict[str, Any] = (
     | {"device_s": (0.0, 0.0), "step_s": (0.01, 0.01), "epochs": 1, "batches": 100}
     | {"workers": 2, "busy_s": 20.0, "busy_share": 1.0, "no_work": 0.0, "window_full": 0.0}
     | {"on_core": 0.01, "cores": 0.1, "held": False, "budget_bytes": 4000, "phase": "uniform"}
-    | {"parts": stages(dataset=0.2, Crop=0.7, collate=0.1), "starved_s": None}
+    | {"parts": stages(dataset=0.2, Crop=0.7, collate=0.1), "starved_s": None, "sampler_s": 0.0}
 )
 """100 batches in 10 s: 0.1 s each, of which the training step takes 0.01 s."""
 
@@ -75,7 +75,7 @@ def run(**given: Any) -> Period:
     shares = (it.busy_s, it.busy_share, it.no_work, it.window_full, it.on_core, it.cores, 0)
     return Period(
         *("run", it.epochs, True),
-        Waiting(*waited, it.pin_memory_s, *it.device_s, it.ranks_s),
+        Waiting(*waited, it.pin_memory_s, *it.device_s, it.ranks_s, it.sampler_s),
         Throughput(wall_s, it.batches, 8 * it.batches, 1000, 0, 0, 0, *it.step_s, 1.0),
         Workers(it.workers, it.workers, it.workers, *shares),
         WindowFigures(0.1, 2.0, 2 * it.workers, 1000, it.budget_bytes, it.held),
@@ -232,6 +232,20 @@ def test_other_ranks() -> None:
     assert verdict(own_s=8.0, waited_s=0.1, ranks_s=1.9).bottleneck == "step"
     # No worker makes it less.
     assert verdict(own_s=1.0, waited_s=3.0, ranks_s=6.0).speedup == pytest.approx(10 / 7)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_slow_sampler(num_workers: int) -> None:
+    setup = {"num_workers": num_workers}
+    few = {"busy_s": 0.1, "busy_share": 0.01, "starved_s": 0.1}
+    found = verdict(setup, sampler_s=8.0, **few)
+    assert (found.bottleneck, found.changes) == ("sampler", None)
+    assert found.evidence == ("To draw the indices of a batch takes 80 ms.",)
+    assert found.speedup == pytest.approx(10 / 6)
+    # The training process draws them, with any number of workers.
+    found = verdict(setup, sampler_s=4.0, **few)
+    assert found.bottleneck != "sampler"
+    assert found.speedup <= 10 / (1 + 4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -402,6 +416,14 @@ def burning_batch(samples: list[Any]) -> int:
     return len([burn(sample) for sample in samples])
 
 
+class Pausing(list[list[int]]):
+    """A batch sampler that sorts its batches first."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        time.sleep(0.3)
+        return super().__iter__()
+
+
 class Held(Filled):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.005)
@@ -444,6 +466,12 @@ ONE_CORE = {"num_workers": 1, "cores": 1.0}
             {**ONE_CORE, **PASS, "collate_fn": burning_batch},
         ),
         (("transfer", None, None), Numbers(100), {"num_workers": 1, "collate_fn": Heavy}),
+        (("sampler", None, None), Numbers(100), {"sampler": map(nap, range(40))}),
+        (
+            ("sampler", None, None),
+            Numbers(100),
+            {"batch_size": 1, "batch_sampler": Pausing([[1]] * 20), "num_workers": 1, "epochs": 3},
+        ),
         (
             ("memory", None, {"memory_budget": 1_000_001}),
             Held(80, 100_000),
