@@ -238,9 +238,11 @@ def _workers(metrics: Metrics, use: LoaderUse, fewest: int, most: int) -> figure
     window_full_ns = min(_histogram(metrics, "window_full").total, idle_ns)
     # The clock of a thread does not advance while the thread is queued for a core.
     queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
-    on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
-    if not _timed_ns(metrics) or _histogram(metrics, "reading").count:
-        # Calls that load a whole batch, or read items, are not timed like this.
+    timed_ns, samples_ns = _timed_ns(metrics), _histogram(metrics, "total").total
+    # Concurrent reads overlap.
+    on_core = _ratio(_histogram(metrics, "cpu").total, min(timed_ns, samples_ns)) * (1 + queued)
+    if not timed_ns or 2 * samples_ns < busy_ns or _histogram(metrics, "reading").count:
+        # Calls that load a whole batch, collate it, or read items, are not timed like this.
         on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
     return figures.Workers(
         count=0 if use.last is None else use.last.workers,

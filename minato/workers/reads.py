@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from time import thread_time_ns
 from typing import Any
 
 from minato._core import Histogram, now_ns
@@ -74,6 +75,7 @@ class Read:
         used: Whether transforms have had the value, which they may have changed.
         complete: Makes the value of what has arrived, in the worker's thread; None if ``value`` is there.
         started_ns: When it began; 0 before that.
+        cpu_ns: Processor time of the thread that read it; 0 if it was not alone there.
         asked: Number of generators that the read has got from minato.
         step: The transform that raised ``error``, if that was not the dataset.
     """
@@ -92,6 +94,7 @@ class Read:
     error: BaseException | None = None
     started_ns: int = 0
     duration_ns: int = 0
+    cpu_ns: int = 0
     asked: int = 0
     step: int = -1
 
@@ -193,13 +196,14 @@ class ThreadReads(Reads):
         if self.is_closed:
             return False
         self._reading[threading.current_thread()] = read
-        read.started_ns = now_ns()
+        read.started_ns, cpu_ns = now_ns(), thread_time_ns()
         try:
             randomness = read.bound()
             read.value = self._get(read.index)
             read.asked = randomness.asked if randomness else 0
         except BaseException as error:  # the worker's thread decides whether it ends the worker
             read.error = error
+        read.cpu_ns = thread_time_ns() - cpu_ns
         self.finish(read)
         return True
 

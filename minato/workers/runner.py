@@ -191,7 +191,7 @@ class StageRunner:
         return self.transformed(index, value, end_ns - begin_ns, cpu_ns)
 
     def transformed(self, index: object, value: object, dataset_ns: int, cpu_ns: int) -> Any:
-        """``measured`` for a read that took ``dataset_ns``; the thread time was ``cpu_ns`` when it began here."""
+        """``measured`` for a read that took ``dataset_ns``; here, it would have begun at the thread time ``cpu_ns``."""
         self._meters.dataset.record(dataset_ns)
         self._meters.size.record(nbytes_of(value))
         self._longest = -1, dataset_ns
@@ -507,9 +507,8 @@ class Runner:
             self.randomness.asked = read.asked  # generators that it has got from minato
         if self._stage_runner is None:
             return transform(read.value)
-        return self._stage_runner.transformed(
-            read.index, read.value, read.duration_ns, thread_time_ns()
-        )
+        cpu_ns = thread_time_ns() - read.cpu_ns
+        return self._stage_runner.transformed(read.index, read.value, read.duration_ns, cpu_ns)
 
     def run_steps(
         self, position: int, epoch: int, indices: list[object], plain: Fetch, slow_ns: int

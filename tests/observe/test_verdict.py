@@ -466,6 +466,17 @@ ONE_CORE = {"num_workers": 1, "cores": 1.0}
             {**ONE_CORE, **PASS, "collate_fn": burning_batch},
         ),
         (("transfer", None, None), Numbers(100), {"num_workers": 1, "collate_fn": Heavy}),
+        # More than there are cores: they sleep.
+        (
+            ("workers", "collate and copy", {"num_workers": 17}),
+            Numbers(160),
+            {**FEW, **PASS, "collate_fn": nap},
+        ),
+        (
+            ("workers", "dataset", {"num_workers": 3}),
+            Burning(100),
+            {**FEW, **PASS, "fetch_concurrency": 2},
+        ),
         (("sampler", None, None), Numbers(100), {"sampler": map(nap, range(40))}),
         (
             ("sampler", None, None),
