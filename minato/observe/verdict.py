@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from minato._distribution import documentation
 from minato._support.objects import Search, attribute
 from minato._support.values import seconds
+from minato._system import has_gil
 from minato.observe.figures import Period, Setup, Stage, Verdict
 from minato.options import Arrival, FastFirst
 
@@ -56,8 +57,8 @@ class _Costs:
 
     Attributes:
         whole: From one batch to the next.
-        transfer: ``next()`` in the training process, without sleeping; a device takes ``pinning`` and ``queueing``,
-            the sampler ``sampling``.
+        transfer: ``next()`` in the training process, without sleeping and ``sampling``; a device takes ``pinning`` and
+            ``queueing``.
         source: The share of the workers' time that the dataset takes, 0 to 1.
         reading: Of each reader, where the dataset has a fixed number of them: no further worker makes it less.
     """
@@ -78,7 +79,7 @@ class _Costs:
     @property
     def serial(self) -> float:
         """The part that only the training process can do."""
-        return self.step + self.pinned + self.ranks + self.transfer
+        return self.step + self.pinned + self.ranks + self.transfer + self.sampling
 
     def speedup(self, workers: int, work: float | None = None, start_factor: float = 1.0) -> float:
         """Estimated speed-up by a number of workers, and a change of their ``work``.
@@ -93,9 +94,10 @@ class _Costs:
 def _costs_of(setup: Setup, run: Period) -> _Costs:
     waiting, batches = run.waiting, run.throughput.batches
     started_s = waiting.start_s * run.epochs
-    transfer_s = max(waiting.total_s - waiting.starved_s - started_s, 0.0)
+    awake_s = waiting.total_s - waiting.starved_s - started_s
+    transfer_s = max(awake_s - waiting.sampler_s, 0.0)
     if setup.num_workers == 0:
-        transfer_s = waiting.pinning_s + waiting.queueing_s + waiting.sampler_s
+        transfer_s = waiting.pinning_s + waiting.queueing_s
     step_s = run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s - waiting.ranks_s
     work = run.workers.busy_s / batches
     source = sum(stage.share for stage in run.stages if stage.kind == "source")
@@ -168,8 +170,7 @@ def judge(setup: Setup, run: Period) -> Verdict:
 
 def _without_workers(setup: Setup, costs: _Costs, steady_s: float) -> Verdict | None:
     """Batches that the training process would load sooner than it gets them; ``steady_s``: from one to the next."""
-    kept_s = costs.pinning + costs.queueing + costs.sampling
-    alone_s = costs.serial - costs.transfer + kept_s + costs.work
+    alone_s = costs.serial + costs.work - costs.transfer + costs.pinning + costs.queueing
     needed = setup.worker_method == "ray" or setup.ranks > 1 or setup.reads_here
     needed = needed or setup.needs_workers
     if setup.num_workers == 0 or needed or setup.fetch_concurrency > 1:
@@ -284,6 +285,13 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     in_cluster = setup.worker_method == "ray"
     all_used = max(workers.cores_share, own_share) >= _ALL_CORES and on_core >= _ON_CORE
     crowded = all_used and not in_cluster
+    if setup.worker_method == "thread" and has_gil() and min(now, setup.cores) > 1:
+        in_all = own_share * setup.cores
+        if _BUSY <= in_all <= 1 / _BUSY:
+            summary = "The worker threads take turns: all of them together use one core."
+            advice = "If samples run Python code, omit workers='thread': the GIL lets one thread at a time run it."
+            speedup = costs.speedup(min(now, int(setup.cores)), costs.work * on_core)
+            return Verdict("workers", summary, (), advice, {"workers": "process"}, speedup)
     wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, costs.reading, 1e-9))
     wanted = min(wanted, _MOST * now if in_cluster else _most_workers(setup, run))
     concurrency = math.ceil(wanted / now)
@@ -300,7 +308,8 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         speedup = costs.speedup(now, work)
         return Verdict("source", summary, (evidence,), advice, changes, speedup, "dataset")
     wanted = wanted if setup.most_workers is None else min(wanted, setup.most_workers)
-    speedup = costs.speedup(wanted, start_factor=wanted / now)
+    # Without workers there is none to start, and what iter() takes stays.
+    speedup = costs.speedup(wanted, start_factor=wanted / now if setup.num_workers else 1.0)
     helps = wanted > max(setup.num_workers, now) if setup.num_workers else speedup > 1 + _ENOUGH
     if not crowded and helps and wanted > 0:
         told: tuple[str, ...] = ()

@@ -137,9 +137,30 @@ def test_workers_in_a_cluster_do_not_take_the_cores_of_this_machine() -> None:
     assert not any("cores" in each for each in full.evidence)
 
 
+@pytest.mark.parametrize("workers", [2, 4, 16])
+def test_threads_that_take_turns(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = {"worker_method": "thread", "num_workers": workers}
+    figures = {"workers": workers, "busy_s": 10.0 * workers, "on_core": 1 / workers}
+    parts = stages(dataset=0.9, collate=0.1)
+    found = verdict(setup, **figures, parts=parts)
+    assert (found.bottleneck, found.changes) == ("workers", {"workers": "process"})
+    assert found.speedup == pytest.approx(min(workers, 8))
+    # They use several cores, or wait; or there is no other core, or no GIL.
+    for other in ({"on_core": 2 / workers}, {"on_core": 0.1 / workers}):
+        assert verdict(setup, **{**figures, **other}).changes != found.changes
+    assert verdict({**setup, "cores": 1.0}, **figures).changes != found.changes
+    monkeypatch.setattr("minato.observe.verdict.has_gil", lambda: False)
+    assert verdict(setup, **figures, parts=parts).changes != found.changes
+
+
 def test_no_workers_at_all() -> None:
     found = verdict({"num_workers": 0}, busy_s=9.0, workers=1)
     assert (found.bottleneck, found.changes) == ("workers", {"num_workers": 11})
+    # What iter() takes is not the start of workers.
+    period = run(busy_s=8.5, workers=1)
+    period = dataclasses.replace(period, waiting=dataclasses.replace(period.waiting, start_s=0.5))
+    found = judge(dataclasses.replace(SETUP, num_workers=0), period)
+    assert found.speedup == pytest.approx(0.1 / (0.0101 + 0.005))
     # Workers that are slower than the training process by itself.
     waste = verdict(busy_s=2.0, busy_share=0.1)
     assert (waste.bottleneck, waste.changes) == ("transfer", {"num_workers": 0})
