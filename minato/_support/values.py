@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "counted",
     "digits",
     "integer_of",
     "items_of",
@@ -150,6 +151,13 @@ def digits(value: float) -> str:
     """A number to three digits, without an exponent from 1000 on: 0.0123, 48.1, 16600."""
     rounded = float(f"{value:.3g}")
     return f"{rounded:.0f}" if abs(rounded) >= 1000 else f"{rounded:.3g}"
+
+
+def counted(number: int | str, things: str) -> str:
+    """A number of things, which are given in the plural: ``1 batch``, ``2 batches``."""
+    if str(number) == "1":
+        things = things.removesuffix("es" if things.endswith(("ches", "sses")) else "s")
+    return f"{number} {things}"
 
 
 def seconds(value: float) -> str:

@@ -25,6 +25,7 @@ from minato._core import tensor_memory
 from minato._core.limits import explaining_limits, futex_error, soft_limit
 from minato._core.segment import Segment
 from minato._distribution import __version__, commit
+from minato._support.values import counted
 from minato.delivery.device import memory_pinner
 from minato.observe.gpus import has_driver
 from minato.observe.text import format_value
@@ -285,7 +286,7 @@ def _memory() -> Iterator[Finding]:
     kills = _system.memory_kills()
     yield _finding(
         "killed by OOM",
-        f"{kills} processes" if kills else "none",
+        counted(kills, "processes") if kills else "none",
         "raise the container's limit (memory.max), use fewer workers, or set memory_budget=",
         limits=kills > 0,
     )

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from minato._fork_safety import signals_deferred, this_process
 from minato._support.objects import figures_of
-from minato._support.values import message_of, seconds, text_of, type_name
+from minato._support.values import counted, message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
 from minato.checks import check_whole, given_whole
 from minato.engine.factory import RankSession
@@ -356,7 +356,7 @@ class SlowSamples(NamedTuple):
         lines = [
             f"Samples above {seconds(self.threshold_s)} are slow ({self.why}): {self.share:.1%} of the latest.",
             f"{self.late_share:.1%} of the samples came in a later batch than their own, "
-            f"at most {self.most_late} batches late.",
+            f"at most {counted(self.most_late, 'batches')} late.",
         ]
         lines += [
             f"Sample {text_of(each.index)} has run for {seconds(each.running_s)} on worker {each.worker}, "

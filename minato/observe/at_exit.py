@@ -12,7 +12,7 @@ from pathlib import Path
 
 from minato._support.files import open_lines, write_atomically
 from minato._support.threads import at_end
-from minato._support.values import printable
+from minato._support.values import counted, printable
 from minato._system import file_of_process, local_rank
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog
@@ -127,9 +127,9 @@ def _content(reports: Sequence[Report], dropped: int, suffix: str) -> str:
 
 
 def _text(reports: Sequence[Report], dropped: int, *, full: bool) -> str:
-    parts = [f"{_TEXT}{dropped} earlier loaders are not shown"] if dropped else []
+    parts = [f"{_TEXT}not shown: {counted(dropped, 'earlier loaders')}"] if dropped else []
     for number, each in enumerate(reports, 1):
-        epochs = f"{each.run.epochs} epoch{'' if each.run.epochs == 1 else 's'}"
+        epochs = counted(each.run.epochs, "epochs")
         head = printable(f"{_TEXT}loader {each.setup.name!r}, {epochs}")
         if full:
             parts.append(f"{head}\n{each.details()}\n\n{each}")

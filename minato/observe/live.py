@@ -15,7 +15,7 @@ from minato._compat import active_progress_bars
 from minato._core import now_ns
 from minato._fork_safety import at_work, forget_in_children
 from minato._support.threads import at_end, start_thread
-from minato._support.values import digits, message_of, printable, type_name
+from minato._support.values import counted, digits, message_of, printable, type_name
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog, EpochRecord, Totals
 from minato.observe.figures import Gpu
@@ -153,7 +153,7 @@ class Live(Observer):
         busy = added["busy_ns"] / max(added["busy_ns"] + added["idle_ns"], 1)
         loader = now.totals.loader
         yield "workers", f"{loader.workers}, busy {format_value(busy, 'share')} of their time"
-        yield "prefetch", f"{loader.ready} of at most {loader.limit} batches ready"
+        yield "prefetch", f"{loader.ready} of at most {counted(loader.limit, 'batches')} ready"
         yield "slowest", self._slowest(first, now, added)
         machine = now.machine
         used = _added(first.machine.counts, machine.counts)
@@ -188,7 +188,8 @@ class Live(Observer):
         waited_s = record.waited_ns / 1e9
         return (
             f"{self._name}, epoch {record.epoch}{'' if record.finished else ' (not finished)'}: "
-            f"{counts['batches']} batches, {counts['samples']} samples in {format_value(wall_s, 's')}, "
+            f"{counted(counts['batches'], 'batches')}, {counted(counts['samples'], 'samples')} in "
+            f"{format_value(wall_s, 's')}, "
             f"{digits(counts['samples'] / max(wall_s, 1e-9))} samples/s, "
             f"waiting {format_value(waited_s / max(wall_s, 1e-9), 'share')}"
         )

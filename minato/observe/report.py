@@ -17,6 +17,7 @@ import torch
 
 from minato._core import Histogram
 from minato._distribution import __version__
+from minato._support.values import counted
 from minato.observe import figures, text
 from minato.observe.epoch_log import EpochLog, EpochRecord, LoaderUse
 from minato.observe.machine import MachineSnapshot
@@ -82,7 +83,8 @@ class Report:
 
     def __repr__(self) -> str:
         return (
-            f"<Report: {self.run.epochs} epochs, {self.run.throughput.batches} batches, waiting "
+            f"<Report: {counted(self.run.epochs, 'epochs')}, "
+            f"{counted(self.run.throughput.batches, 'batches')}, waiting "
             f"{text.format_value(self.run.waiting.share, 'share')}, bottleneck {self.verdict.bottleneck!r}>"
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from minato._support.values import digits, printable, seconds
+from minato._support.values import counted, digits, printable, seconds
 
 __all__ = [
     "BEGINS",
@@ -79,7 +79,9 @@ def headline(report: Report) -> list[tuple[str, str]]:
         rows.append(("slowest", f"{stage.name}, {share} of loading, {cost} per sample"))
     if report.setup.num_workers:
         open_ = digits(window.in_flight)
-        rows.append(("prefetch", f"{open_} of at most {window.limit} batches in flight"))
+        rows.append(
+            ("prefetch", f"{open_} of at most {counted(window.limit, 'batches')} in flight")
+        )
     return rows
 
 
@@ -229,8 +231,8 @@ def format_value(value: bool | float | str | None, unit: str) -> str:
     if unit.startswith("bytes"):
         return f"{_scaled(value)}B{'/s' if unit != 'bytes' else ''}"
     if isinstance(value, int):
-        return f"{value} {unit}".rstrip()
-    return f"{digits(value)} {unit}".rstrip()
+        return counted(value, unit).rstrip()
+    return counted(digits(value), unit).rstrip()
 
 
 def _scaled(value: float) -> str:
@@ -290,7 +292,7 @@ def page(reports: Sequence[Report], dropped: int = 0) -> str:
     """A complete page with a section for each report, and the number of loaders that are not shown."""
     names = ", ".join(_text(each.setup.name) for each in reports) or "no loader"
     told = " · ".join(_text(value) for each in reports[:1] for value in vars(each.origin).values())
-    missing = f"{dropped} earlier loaders are not shown" if dropped else ""
+    missing = f"not shown: {counted(dropped, 'earlier loaders')}" if dropped else ""
     return (
         f'{BEGINS}<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{names}: minato report</title><style>{_STYLE}</style></head><body>'

@@ -125,7 +125,7 @@ def judge(setup: Setup, run: Period) -> Verdict:
     """The verdict on a run."""
     waiting, batches = run.waiting, run.throughput.batches
     if batches < _MIN_BATCHES:
-        summary = f"{batches} batches are too few for a verdict."
+        summary = f"Too few batches for a verdict: {batches}."
         return Verdict("unknown", summary, advice="Run it for longer.")
     in_main_process = setup.num_workers == 0
     costs = _costs_of(setup, run)
@@ -345,8 +345,9 @@ def _dearest_stage(setup: Setup, run: Period, costs: _Costs, crowded: bool) -> V
     evidence: tuple[str, ...] = ()
     if crowded:
         evidence = (f"More workers would not help: {setup.cores:g} cores are in use.",)
+    source = "reading the iterable dataset" if setup.is_stream else "the work of dataset[i]"
     summary = {
-        "source": "The bottleneck is the work of dataset[i].",
+        "source": f"The bottleneck is {source}.",
         "transform": f"The bottleneck is the transform {stage}.",
         "collate": "The bottleneck is collating and copying batches.",
     }[largest.kind]

@@ -78,7 +78,7 @@ def test_a_script_runs_unchanged_and_is_reported(tmp_path: Path, method: str) ->
     done = run(tmp_path, *RUN, *own, "job/train.py", method, "--lr", "3", "-h")
     assert (done.returncode, done.stdout) == (0, SEEN.format(compat, method))
     last = done.stderr.rpartition("\nminato: ")[2]
-    assert last.startswith("loader 'Mine', 1 epoch\n2 batches are too few for a verdict.\n")
+    assert last.startswith("loader 'Mine', 1 epoch\nToo few batches for a verdict: 2.\n")
     assert last.count("\n") < 24
 
 
@@ -179,7 +179,7 @@ def test_a_report_in_text_has_the_loaders_that_were_used_last(tmp_path: Path) ->
     done = job(tmp_path, MANY, MINATO_REPORT="report.txt")
     text = (tmp_path / "report.txt").read_text()
     assert (done.returncode, text.count("minato: loader ")) == (0, 32)
-    assert text.startswith("minato: 2 earlier loaders are not shown\n")
+    assert text.startswith("minato: not shown: 2 earlier loaders\n")
     assert "minato: loader 'train', 33 epochs\n" in text
 
 

@@ -101,7 +101,7 @@ def test_an_epoch_is_shown_and_leaves_a_line(num_workers: int, use: Take) -> Non
                     r"throughput +\S+ samples/s, \S+ batches/s, \S+ \S?B/s",
                     r"waiting +\S+ % of the loop's time",
                     rf"workers +{max(num_workers, 1)}, busy \S+ % of their time",
-                    r"prefetch +\d+ of at most \d+ batches ready",
+                    r"prefetch +\d+ of at most \d+ batch(es)? ready",
                     r"slowest +(dataset|float|–)",
                     r"machine +.*free, no GPU",
                 ):
@@ -164,7 +164,7 @@ def test_an_epoch_that_is_left_is_shown_no_more(how: str, use: Take) -> None:
                 break
             raise KeyboardInterrupt
     assert_gone(term)
-    assert "Numbers, epoch 0 (not finished): 1 batches, 2 samples" in term.all()[0]
+    assert "Numbers, epoch 0 (not finished): 1 batch, 2 samples" in term.all()[0]
 
 
 def test_two_loaders_share_the_screen(use: Take, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +321,10 @@ def test_without_a_capable_terminal_there_are_lines(
             with told if kind == "no rich" else nullcontext():
                 batches = iter(loader)
             next(batches)
-            until(lambda: any("batches ready" in row for row in lines()), term)
+            until(lambda: any(" ready; " in row for row in lines()), term)
             list(batches)
         assert all(row.startswith("Numbers, epoch") for row in lines())
-        (line, *_) = [row for row in lines() if "batches ready" in row]
+        (line, *_) = [row for row in lines() if " ready; " in row]
         assert re.match(r"Numbers, epoch \d: \d+ of 40 batches in .*; waiting \S+ % of the", line)
         assert panels(term) == 0
 

@@ -90,7 +90,7 @@ def test_it_says_whose_it_is(text: str) -> None:
 
 def test_a_loader_that_has_not_run() -> None:
     text = page_of([loader_of("unused", 4).report()])
-    assert "0 batches are too few for a verdict." in text
+    assert "Too few batches for a verdict: 0." in text
     assert "<svg" not in text
 
 

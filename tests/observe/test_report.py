@@ -29,6 +29,7 @@ from minato import (
     StragglerPolicy,
     metrics_collector,
 )
+from minato._support.values import counted
 from minato.caching import MemoryCache
 from minato.observe import report as report_module
 from minato.observe.epoch_log import LoaderUse
@@ -273,6 +274,22 @@ def test_details_leave_out_what_is_zero(report: Report) -> None:
     unused = DataLoader(Numbers(40), 4).report()
     assert str(unused).count("\n") == 1
     assert "0 s" not in unused.details()
+
+
+def test_one_of_a_thing_is_none_of_several() -> None:
+    told = run(DataLoader(Numbers(1), 1, num_workers=1, prefetch_factor=1))
+    texts = f"{told}\n{told!r}\n{told.details()}"
+    assert not re.search(r"\b1 (batches|samples|workers|epochs)\b", texts)
+    for words in (
+        "1 batch ",
+        "1 sample ",
+        "1 worker ",
+        "<Report: 1 epoch, 1 batch, ",
+        "1 batch in",
+    ):
+        assert words in texts
+    assert counted(1, "processes") == "1 process"
+    assert counted(2, "processes") == "2 processes"
 
 
 def test_a_report_says_where_it_is_from(report: Report) -> None:

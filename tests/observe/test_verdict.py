@@ -193,6 +193,10 @@ def test_the_dearest_stage_where_all_cores_are_in_use(
     share = max(each.share for each in parts)
     assert found.speedup == pytest.approx(1 / (1 - share / 2))
     assert stage in found.advice
+    named = "dataset[i]" in found.summary
+    assert named == (bottleneck == "source")
+    stream = verdict({"is_stream": True}, on_core=0.9, cores=1.0, parts=parts)
+    assert ("iterable" in stream.summary) == named
 
 
 @pytest.mark.parametrize("largest", ["dataset", "Crop", "collate"])
