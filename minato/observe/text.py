@@ -223,7 +223,7 @@ def format_value(value: bool | float | str | None, unit: str) -> str:
     if isinstance(value, str):
         return value or "–"
     if unit == "share":
-        return f"{100 * value:.3g} %" if value < 0.9995 or value > 1.0005 else "100 %"
+        return f"{round(100 * value, 4):.3g} %" if value < 0.9995 or value > 1.0005 else "100 %"
     if unit == "s":
         return seconds(value)
     if unit == "per s":

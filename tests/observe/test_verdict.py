@@ -39,6 +39,7 @@ from minato.observe.figures import (
     Workers,
 )
 from minato.observe.machine import MachineSnapshot
+from minato.observe.text import format_value
 from minato.observe.verdict import judge
 from tests.datasets import Filled, Numbers, Sleepy, Stream
 
@@ -226,6 +227,8 @@ def test_times_and_rates_have_no_exponent() -> None:
     times = (0.0, 2e-9, 5e-5, 0.0399, 0.9996, 1.019, 4000.0)
     words = "0 s, 2 ns, 50 µs, 39.9 ms, 1 s, 1.02 s, 4000 s"
     assert ", ".join(map(seconds, times)) == words
+    shares = [format_value(share, "share") for share in (0.0, 3e-7, 1e-6, 0.0123, 0.9996, 1.02)]
+    assert shares == ["0 %", "0 %", "0.0001 %", "1.23 %", "100 %", "102 %"]
 
 
 def test_a_source_that_is_waited_for() -> None:
