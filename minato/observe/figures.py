@@ -79,7 +79,7 @@ class Waiting:
 class Throughput:
     """Batches, samples and bytes, and their rates."""
 
-    wall_s: float = _figure("s", "from iter() to the end of the last next()")
+    wall_s: float = _figure("s", "from iter() to the end of the epoch, with your own steps")
     batches: int = _figure("batches", "that next() returned, or whose error it raised")
     samples: int = _figure("samples", "in them, without those skipped")
     nbytes: int = _figure(
