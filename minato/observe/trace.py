@@ -31,6 +31,10 @@ _EXACT = 1 << 53
 """Larger integers are texts: the viewer has floats."""
 
 
+_spans = itertools.count(1)
+"""Of this process: epochs, each of which may have tracks of its own, must not share the name of a span."""
+
+
 class Trace:
     """A loader's trace; its file is checked now, and truncated at the first iteration.
 
@@ -147,7 +151,6 @@ class Track(Tracer):
         self._suffix = f" of iterator {tracks.number}" if tracks.number else ""
         self._where = f'"pid":{tracks.pid},"tid":{number}'
         self._samples: dict[int, int] = {}  # event of the sample at each position
-        self._count = 0
         named = (
             self._meta("process_name", name=f"minato, {tracks.name}, process {tracks.pid}")
             + self._meta("thread_name", name=name + self._suffix)
@@ -188,8 +191,7 @@ class Track(Tracer):
         self.slice(name, begin_ns, None, args)
 
     def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
-        self._count += 1
-        identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
+        identity = f'"cat":"minato","id":"{os.getpid()}.{next(_spans)}","name":{_quoted(name)}'
         lines = (
             f'{{"ph":"b",{self._where},"ts":{begin_ns / 1e3:.3f},{identity},"args":{{{_members(args)}}}}},\n'
             f'{{"ph":"e",{self._where},"ts":{end_ns / 1e3:.3f},{identity},"args":{{}}}},\n'

@@ -28,6 +28,8 @@ def read(path: Path) -> list[Event]:
     events: list[Event] = json.loads(text[:-2] + "]")
     for event in events:
         check(event)
+    spans = Counter((event["ph"], event["cat"], event["id"]) for event in events if "id" in event)
+    assert set(spans.values()) <= {1}, "two spans share an id"
     return events
 
 
