@@ -97,6 +97,7 @@ class EpochRecord:
         pinned_ns: Time to copy batches to pinned memory.
         ranks_ns: Time of waiting for other ranks.
         sampling_ns: Time in the sampler.
+        own_waited_ns: Time in which local rank 0 waited for batches, which all ranks request ahead; None: they do not.
         lateness: Distance of the batches from the sampler's order.
         before, after: Metrics of the engine at the start of the epoch, and as of the last update.
         outside: The counts of machine and storage, at these two moments.
@@ -113,6 +114,7 @@ class EpochRecord:
     pinned_ns: int = 0
     ranks_ns: int = 0
     sampling_ns: int = 0
+    own_waited_ns: int | None = None
     coverage: tuple[int, int, int] = (0, 0, 0)
     lateness: Lateness | None = None
     before: Metrics = field(default_factory=Metrics)
@@ -138,7 +140,8 @@ class EpochRecord:
     @property
     def waited_ns(self) -> int:
         """Time inside ``iter()`` and ``next()``."""
-        return self.start_ns + self.waits.total + self.failed_ns
+        own_ns = self.own_waited_ns
+        return self.start_ns + (self.waits.total + self.failed_ns if own_ns is None else own_ns)
 
     @property
     def counts(self) -> Counts:
@@ -183,7 +186,7 @@ class EpochRecord:
         if (entered_ns := calls.entered_ns) > calls.left_ns:
             now = now_ns()
             wall_ns = max(wall_ns, now - calls.began_ns)
-            waited_ns += max(now - entered_ns, 0)
+            waited_ns += max(now - entered_ns, 0) if self.own_waited_ns is None else 0
         own = calls.waits.count, calls.samples, calls.nbytes, wall_ns, waited_ns
         return *own, *map(sub, _QUICK_OF(quick), _QUICK_OF(self.before.counts))
 
@@ -293,6 +296,9 @@ class RunningEpoch(Observer):
         if not self.is_over:
             self._comes_later()
             self.record.ranks_ns += duration_ns
+
+    def own_rank_waited(self, duration_ns: int) -> None:
+        self.record.own_waited_ns = (self.record.own_waited_ns or 0) + duration_ns
 
     def _comes_later(self) -> None:
         calls = self.calls

@@ -187,6 +187,9 @@ class Observer:
     def waited_for_ranks(self, duration_ns: int) -> None:
         """The training loop has waited for other ranks, after ``next()`` of the engine."""
 
+    def own_rank_waited(self, duration_ns: int) -> None:
+        """The engine loads ahead for several ranks, and that of this process has waited; 0: there are several."""
+
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
 
@@ -267,6 +270,9 @@ class Observers(Observer):
 
     def waited_for_ranks(self, duration_ns: int) -> None:
         self._call("waited_for_ranks", duration_ns)
+
+    def own_rank_waited(self, duration_ns: int) -> None:
+        self._call("own_rank_waited", duration_ns)
 
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``; raises as ``enter`` does."""

@@ -112,6 +112,7 @@ class PoolServer:
         self.finish_epoch()
         try:
             begun = engine.begin(epoch, batches)
+            engine.observers.own_rank_waited(0)
         except Exception as error:
             self._open_epoch(engine, quota, epoch, error)
             raise
@@ -171,10 +172,12 @@ class PoolServer:
         StopIteration: The epoch is over for this rank. RuntimeError: Another rank has ended, another iterator was made,
         or the loader was closed meanwhile. Exception: The engine's error.
         """
-        ranks, own, has_waited = self._ranks, self._ranks.own, False
+        ranks, own, has_waited, waiting_s = self._ranks, self._ranks.own, False, 0.0
         while True:
             seen = ranks.changed.events
             if arrived := self.arrived(number):
+                if has_waited and (this := ranks.epoch) is not None:
+                    this.engine.observers.own_rank_waited(round(1e9 * waiting_s))
                 return arrived[0]
             with ranks.lock:
                 if ranks.broken is not None:
@@ -194,7 +197,7 @@ class PoolServer:
             if self._stopped == number:
                 raise RuntimeError(CLOSED)
             self._check_threads()
-            ranks.changed.wait(seen, LIVENESS_S)
+            waiting_s += waited_s(functools.partial(ranks.changed.wait, seen), LIVENESS_S)
             has_waited = True
 
     def arrived(self, number: int) -> list[BatchHandle]:

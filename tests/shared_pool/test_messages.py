@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
+from minato.observe.observers import Observers
 from minato.sampling.progress import Completed, Outgoing
 from minato.shared_pool.channel import (
     BatchDescriptor,
@@ -295,6 +296,7 @@ class Engine:
 
     def __init__(self, count: int, texts: Any = ()) -> None:
         self.arena = Arena(Segment(1 << 30))
+        self.observers = Observers([])
         self.left = count
         self.texts = texts
 

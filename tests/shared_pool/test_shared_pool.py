@@ -644,6 +644,28 @@ def test_workers_and_limits_are_those_of_all_ranks() -> None:
     assert run(program)[0] == (8, 4, 2)
 
 
+def test_a_report_tells_how_long_local_rank_0_waits() -> None:
+    """Not how long its requests do, which it makes a step ahead."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader, waited_s = pooled(Sleepy(24, 0.04), 1), 0.0
+        batches = iter(loader)
+        for _ in range(len(loader) + 1):
+            began_s = time.monotonic()
+            next(batches, None)
+            waited_s += time.monotonic() - began_s
+            time.sleep(0.03)
+        together.wait()
+        if rank:
+            return None
+        waiting, metrics = loader.report().run.waiting, loader.metrics()
+        assert metrics["wait_seconds_total"] == pytest.approx(waiting.total_s)
+        return waited_s, waiting.total_s - waiting.start_s
+
+    waited_s, told_s = run(program)[0]
+    assert 0 < told_s <= waited_s
+
+
 @pytest.mark.parametrize(
     ("places", "arguments", "words"),
     [
