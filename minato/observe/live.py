@@ -111,6 +111,8 @@ class Live(Observer):
             shown.source = None
             if shown is self.epoch:
                 _board.remove(self)
+            else:
+                _board.tell(self)
 
     def close(self) -> None:
         """End the view."""
@@ -223,7 +225,7 @@ class _Board:
 
     def __init__(self) -> None:
         self._views: list[Live] = []
-        self._stream: TextIO = sys.stderr
+        self._stream: TextIO | None = sys.stderr
         self._panel: RichLive | None = None
         self._streams: tuple[Any, Any] = (None, None)
         self._thread: threading.Thread | None = None
@@ -259,11 +261,16 @@ class _Board:
             return
         self._views.remove(view)
         try:
-            if summarize and (line := view.summary()):
-                _quietly(self._print, line)
+            if summarize:
+                self.tell(view)
         finally:
             if not self._views:
                 self.close()
+
+    def tell(self, view: Live) -> None:
+        """Print the line of the epoch that has ended last."""
+        if line := view.summary():
+            _quietly(self._print, line)
 
     def close(self) -> None:
         """End the thread, which takes the panel away.
@@ -302,7 +309,7 @@ class _Board:
                 panel.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif active_progress_bars(bars := _tqdm()):
             bars.write(line, file=self._stream)
-        else:
+        elif self._stream is not None:
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
