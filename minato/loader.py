@@ -22,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    default_collate,
     default_convert,
     get_worker_info,
 )
@@ -1185,6 +1186,8 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
             given["collate_fn"] = collate.collate_fn
         if mine._minato_options.begins_next_epoch:
             given["persistent_workers"] = NEXT_EPOCH
+    if given["collate_fn"] is (default_collate if is_batched(loader) else default_convert):
+        del given["collate_fn"]  # it follows from the batch size, which may become another
     unbound = isinstance(given["prefetch_factor"], Unbound)
     if unbound or (not ours and given["prefetch_factor"] == 2):  # torch's default
         del given["prefetch_factor"]

@@ -21,7 +21,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 import minato
-from minato import DataLoader, MinatoWarning, Observe
+from minato import CostBatches, DataLoader, MinatoWarning, Observe
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -267,6 +267,13 @@ def test_a_sampler_and_no_workers_take_the_place_of_a_loaders(given: dict[str, A
     torchs = TorchLoader(Numbers(8), 2, shuffle=True, num_workers=1, **parts)
     loader: Any = DataLoader.from_torch(torchs, num_workers=0, **given)
     assert indices(loader) == [[1, 2]]
+
+
+@pytest.mark.parametrize("sizes", [(None, 2), (2, None), (2, CostBatches(8))], ids=str)
+@pytest.mark.parametrize("make", [TorchLoader, DataLoader])
+def test_another_batch_size_has_its_own_collate_fn(make: Any, sizes: tuple[Any, Any]) -> None:
+    loader = DataLoader.from_torch(make(Numbers(4), sizes[0]), batch_size=sizes[1])
+    assert loader.collate_fn == DataLoader(Numbers(4), sizes[1]).collate_fn
 
 
 @pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
