@@ -248,13 +248,17 @@ def pad_stack(
     longest = -(-int(lengths.max()) // multiple_of) * multiple_of
     dtype = functools.reduce(torch.promote_types, {each.dtype for each in tensors})
     shape = (len(tensors), longest, *shapes.pop())
-    stack = tensors[0].new_full(shape, value, dtype=dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
-        held = stack.new_full((), value).item()
+        try:
+            held = torch.zeros((), dtype=dtype, device="cpu").fill_(value).item()
+        except (RuntimeError, OverflowError):  # of some numbers; others it wraps
+            held = None
         if held != value:
             raise ValueError(
-                f"the padding value {value!r} is none of {dtype}, of which the samples are: it would become {held!r}"
+                f"the padding value {value!r} is none of {dtype}, of which the samples are: give another, or convert "
+                "them"
             )
+    stack = tensors[0].new_full(shape, value, dtype=dtype)
     # Not over rows of the stack, whose gradients autograd refuses.
     for k, each in enumerate(tensors):
         stack[k, : len(each)] = each

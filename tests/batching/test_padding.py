@@ -57,13 +57,15 @@ def test_the_dtype_of_a_batch_holds_the_values_of_all_samples(dtypes: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "held"), [(-1, "uint8", 255), (0.5, "int64", 0), (7, "bool", True)]
+    ("value", "dtype"),
+    [
+        *((-1, "uint8"), (300, "uint8"), (1 << 70, "int64"), (7, "bool")),
+        *((0.5, "int64"), (float("nan"), "int64"), (1j, "int64")),
+    ],
 )
-def test_a_padding_value_that_the_samples_cannot_hold_is_refused(
-    value: float, dtype: str, held: object
-) -> None:
+def test_a_padding_value_that_the_samples_cannot_hold_is_refused(value: Any, dtype: str) -> None:
     samples = [torch.ones(n, dtype=getattr(torch, dtype)) for n in (1, 2)]
-    with pytest.raises(ValueError, match=f"{value!r} is none of torch.{dtype}.*become {held!r}"):
+    with pytest.raises(ValueError, match=f"{value!r} is none of torch.{dtype}"):
         pad_stack(samples, value)
 
 
