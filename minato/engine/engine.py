@@ -407,7 +407,7 @@ class Engine(BatchSource):
                 if self.observers and not self.plan.options.begins_next_epoch:
                     self._await_notes()
                 if self._failures is not None:
-                    self._failures.end()
+                    self._failures.end(self._progress)
                 if self._cost_history is not None:
                     save_costs(
                         self._cost_history, self._costs, self.meters, self.slow_threshold.recent

@@ -507,7 +507,7 @@ class InlineEngine(BatchSource):
             self.afterwards[0] = _nothing_to_end
         try:
             if self._failures is not None:
-                self._failures.end()
+                self._failures.end(self._progress)
             if self._cost_history is not None:
                 save_costs(
                     self._cost_history, self._costs, [self._meters], self.slow_threshold.recent

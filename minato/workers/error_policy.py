@@ -19,6 +19,7 @@ from minato._support.values import message_of, plain, short, text_of, traceback_
 from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, is_refused, warn
 
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these
+    from minato.sampling.progress import Progress
     from minato.transforms.compose import Transforms
     from minato.workers.fetch import Fetcher
     from minato.workers.runner import Ran, Runner
@@ -381,8 +382,10 @@ class FailureCount:
                 f"{self._where()}"
             )
 
-    def end(self) -> None:
+    def end(self, progress: Progress | None) -> None:
         """Warn at the end of an epoch of skipped and substituted samples; raises ErrorBudgetError as ``check``."""
+        if progress is not None and self._size is None:
+            self._size, _, _ = progress.num_samples()
         self.check()
         skipped, substituted = self._of_epoch()
         if (skipped or substituted) and not self._warned:

@@ -235,17 +235,18 @@ def test_a_transform_that_runs_again_gets_the_item_as_it_was_read(step: Any, wor
 
 
 def test_an_epoch_of_too_many_failures_ends() -> None:
-    def loader(workers: str, in_transforms: bool, limit: int) -> Any:
+    def loader(workers: str, in_transforms: bool, limit: float) -> Any:
         errors = ErrorPolicy(on_error="skip", max_failures=limit)
         stream, given = IteratorState(SIZE, (5, 9, 21)), {"collate_fn": list}
         if in_transforms:
             stream, given = Split(SIZE), transformed(fails=dict.fromkeys((5, 9, 21), 1))
         return make(stream, "batch", workers, errors=errors, **given)
 
-    for case in itertools.product(("inline", "2-processes"), (False, True)):
+    limits = [(2, 3), (2.5 / SIZE, 3.5 / SIZE)]  # a share is of all items, which are fewer than 100
+    for *case, (few, enough) in itertools.product(("inline", "2-processes"), (False, True), limits):
         with pytest.raises(ErrorBudgetError):
-            list(loader(*case, 2))
-        got = check_warns(loader(*case, 3), "3 samples of this epoch were skipped", content)
+            list(loader(*case, few))
+        got = check_warns(loader(*case, enough), "3 samples of this epoch were skipped", content)
         assert len(got) == SIZE - 3
 
 
