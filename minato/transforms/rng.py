@@ -36,6 +36,7 @@ __all__ = [
     "current",
     "enter_task",
     "generators_created",
+    "leave_sample",
     "numpy_rng",
     "python_rng",
     "sample_word",
@@ -89,6 +90,11 @@ _this_task: ContextVar[_State | None] = ContextVar("minato_sample", default=None
 def enter_task() -> None:
     """Bind samples, from now on, to the running task instead of to its thread, in which other tasks run, too."""
     _this_task.set(_State())
+
+
+def leave_sample() -> None:
+    """Have what runs from now on belong to no sample, until one is bound."""
+    (_this_task.get() or _this_thread).binding = None
 
 
 class SampleRandomness:

@@ -53,6 +53,7 @@ from minato.batching.blobs import Kinds
 from minato.errors import WorkerDiedError, log, refuse
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
+from minato.transforms.rng import leave_sample
 from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
 
@@ -554,6 +555,8 @@ def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Ho
     @functools.wraps(method)
     def apart(host: Host, /, *args: P.args, **kwargs: P.kwargs) -> T:
         host._around = set_reading(host._reading)
+        if not host._is_here:
+            leave_sample()  # the last one that this worker has run
         try:
             return method(host, *args, **kwargs)
         finally:
@@ -581,6 +584,7 @@ class Host:
         self._plan = plan
         self._readers_plan = readers = plan.readers
         self._board = board
+        self._is_here = here
         self._numbers = range(0)
         if here:
             self._numbers = readers.own

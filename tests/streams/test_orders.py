@@ -85,9 +85,30 @@ class Uneven:
         return [float(number), *drawn]
 
 
+class Asks(Split):
+    """Items that draw by minato's function, and otherwise."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ([number, float(numpy_rng().random()), random.random()] for number in self.numbers())
+
+
+def drawing(item: list[float]) -> list[float]:
+    return [*item, float(numpy_rng().random())]
+
+
 def content(batches: Any) -> list[tuple[float, ...]]:
     """The items with their draws, in the order of their numbers."""
     return sorted(tuple(item) for batch in batches for item in batch)
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_what_an_item_draws_is_not_the_last_samples(order: str) -> None:
+    given = {"transforms": [drawing], "collate_fn": list, "seed": 1}
+    expected, got = (
+        content(make(Asks(24), order, workers, batch_size=4, readers=1, **given))
+        for workers in ("inline", "1-process")
+    )
+    assert got == expected
 
 
 @pytest.mark.parametrize(
