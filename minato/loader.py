@@ -489,9 +489,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` starts; by default it is the one after the last.
 
-        An iterator that has not been asked for a batch begins that epoch too, unless ``compat="torch"``. Calls ``set_epoch`` of samplers that have
-        it; it is enough to call that of the sampler instead, where its number changes. The rest of an epoch whose state
-        was loaded comes first, whatever is chosen here.
+        An iterator that has not been asked for a batch begins that epoch too, unless ``compat="torch"``. Calls
+        ``set_epoch`` of samplers that have it; it is enough to call that of the sampler instead, where its number
+        changes. The rest of an epoch whose state was loaded comes first, whatever is chosen here.
         """
         number = given_whole("epoch", epoch, None)
         if not -(2**63) <= number < 2**63:
