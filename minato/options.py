@@ -802,8 +802,8 @@ class FetchOptions(_Group):
         max_in_flight: In-flight reads of all workers of a loader at most, at least one for each. The workers share
             them. Default: none.
         slow_start: The prefetch window grows by one batch after this many returned batches, up to what memory allows.
-            So at most ``1 + 1/slow_start`` times as many samples are requested as are returned. None: it is full at
-            once. Default: none.
+            So at most one batch more is requested than ``1 + 1/slow_start`` times what was returned. None: it is full
+            at once. Default: none.
         hedge_percentile: Reads that take longer than this percentile of their worker's reads are requested again, and
             the first answer counts. Where more reads than that are late, only one at a time is hedged. The dataset must
             return the same sample again. Default: none.
