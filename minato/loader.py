@@ -806,7 +806,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         is_ours = issubclass(type(collate_fn), TransformingCollate)
         inside = collate_fn.inside if is_ours and self._minato_transforms.steps else collate_fn
         if self._minato_cost_batches is not None:
-            inside = default_convert
+            from minato.batching.collate import unchanged
+
+            inside = unchanged
         sampling = SamplingSpec(
             dataset=self.dataset,
             streams=is_iterable(self),

@@ -20,7 +20,17 @@ from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Buffer, Layout, Rows
 from minato.checks import given_whole
 
-__all__ = ["BatchBuilder", "Bind", "Collate", "PadCollate", "RunAgain", "like", "pad_stack"]
+__all__ = [
+    "BatchBuilder",
+    "Bind",
+    "Collate",
+    "PadCollate",
+    "RunAgain",
+    "like",
+    "may_draw",
+    "pad_stack",
+    "unchanged",
+]
 
 
 Bind = Callable[[int, int, Any, int], AbstractContextManager[None]]
@@ -44,7 +54,7 @@ class Collate:
     ) -> None:
         by_default, converts = collate_fn is default_collate, collate_fn is default_convert
         self.is_own = not (by_default and batched)
-        self.draws = not (by_default or converts)
+        self.draws = may_draw(collate_fn)
         self.bind = bind if self.draws else None
         self._batched = batched
         if by_default:
@@ -69,6 +79,16 @@ class Collate:
         except Exception:  # of a sample that is asked for its parts
             pass
         return f"  {name[0].upper()}{name[1:]} cannot be collated."
+
+
+def unchanged(sample: object) -> object:
+    """A single sample as the dataset and its transforms made it."""
+    return sample
+
+
+def may_draw(collate_fn: object) -> bool:
+    """Whether a ``collate_fn`` is the program's own, which may draw random numbers."""
+    return all(collate_fn is not each for each in (default_collate, default_convert, unchanged))
 
 
 _UNCHANGED = {id(kind) for kind in (torch.Tensor, str, bytes, int, float, bool, type(None))}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_collate
 
 from minato._support.objects import attribute, takes_lists
-from minato.batching.collate import Bind, Collate
+from minato.batching.collate import Bind, Collate, may_draw
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.sampling.readers import ReaderState, StateSlots
@@ -122,7 +122,7 @@ class WorkerPlan(NamedTuple):
             del roots["dataset"]
         collate_fn = pipeline.collate_fn
         of_dataset = at_once and getattr(collate_fn, "__self__", None) is pipeline.given
-        if not (of_dataset or collate_fn is default_collate or collate_fn is default_convert):
+        if may_draw(collate_fn) and not of_dataset:
             roots["collate_fn"] = collate_fn
         return roots
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -96,6 +97,16 @@ def test_without_padding_costs_are_added() -> None:
     sums = [sum(each["cost"] for each in batch) for batch in loader]
     assert max(sums) <= 100
     assert min(sums[:-1]) > 70
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_are_what_the_dataset_returned(num_workers: int) -> None:
+    samples = [(np.ones(length), length) for length in (2, 3)]
+    plan = CostBatches(5, lambda sample: sample[0].size, padded=False)
+    (batch,) = DataLoader(samples, plan, collate_fn=list, num_workers=num_workers)
+    assert [(type(each), type(each[0]), each[1]) for each in batch] == [
+        (tuple, np.ndarray, length) for length in (2, 3)
+    ]
 
 
 def test_the_length_of_a_sample_is_its_cost_and_it_is_padded() -> None:
