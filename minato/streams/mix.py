@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from minato._support.items import to_read_again
 from minato._support.values import text_of, type_name
 from minato.checks import check_choice, check_number, did_you_mean, given_whole
@@ -384,14 +386,16 @@ def _phases(names: list[str], weights: object) -> Phases:
     if weights is None:
         return [(0, [1.0] * len(names))]
     if not (
-        isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights)
+        isinstance(weights, Mapping)
+        and weights
+        and all(isinstance(key, (int, np.integer)) for key in weights)
     ):
         return [(0, _weights("weights", names, weights))]
     if min(weights) != 0:
         raise ValueError(
             f"weights begin at item {min(weights)}: name those from item 0 on, {{0: ...}}"
         )
-    return [(at, _weights(f"weights[{at}]", names, weights[at])) for at in sorted(weights)]
+    return [(int(at), _weights(f"weights[{at}]", names, weights[at])) for at in sorted(weights)]
 
 
 def _passes(names: list[str], given: object) -> dict[str, float]:

@@ -271,8 +271,9 @@ class _Rows(Iterator[Any]):
         positions, segments = np.arange(length), np.zeros(length, np.int64)
         for i, (name, padding) in enumerate(self._dataset.fields.items()):
             kind = np.result_type(*(piece.arrays[i] for piece in pieces))
-            filled = np.full(length, padding, np.int64 if kind.kind in "iu" else kind)
-            if filled[0] != padding and padding == padding:
+            with np.errstate(invalid="ignore"):  # NaN, as an integer
+                filled = np.full(length, padding, np.int64 if kind.kind in "iu" else kind)
+            if filled[0] != padding and filled[0] == filled[0]:
                 raise ValueError(
                     f"fields[{text_of(name)}]={padding} cannot pad values of type {kind}: give a number of that type"
                 )

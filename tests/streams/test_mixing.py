@@ -117,6 +117,8 @@ def test_weights_that_leave_no_source_give_way_to_the_next_ones() -> None:
         100: {"web": 1, "code": 0},
     }
     assert names_of(make_mix(50, 70, weights=schedule)) == ["web"] * 50 + ["code"] * 50
+    of_numpy = {np.int64(at): weights for at, weights in schedule.items()}
+    assert make_mix(50, 70, weights=of_numpy).phases == make_mix(50, 70, weights=schedule).phases
     repeated = names_of(make_mix(50, 70, weights=schedule, exhausted="repeat"))
     assert repeated[:100] == ["web"] * 90 + ["code"] * 10
     assert names_of(make_mix(50, 70, weights=schedule, exhausted="stop")) == ["web"] * 50
