@@ -146,8 +146,10 @@ def _whole(
     least: int, other: str | None = None, most: int | None = None
 ) -> Callable[[str, Any], Any]:
     def check(name: str, value: object) -> Any:
-        is_other = isinstance(value, str) and value == other
-        return value if is_other else check_whole(name, value, least, most)
+        if other is None or not isinstance(value, str):
+            return check_whole(name, value, least, most)
+        check_choice(name, value, (other,), "an integer")
+        return value
 
     return check
 

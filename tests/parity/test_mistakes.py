@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import minato
-from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
+from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers, Readers
 from tests.datasets import Numbers, Samples, raising
 from tests.parity.harness import TORCH_IS_UNTIDY, TorchLoader
 from tests.parity.material import BadSample, Holding, NoLength
@@ -330,6 +330,10 @@ OWN = {
             "TypeError: transforms must be a list of callables", "not 3", transforms=3
         ),
         "pin_memory": row("pin_memory='inplace'", "did you mean 'in_place'?", pin_memory="inplace"),
+        "ranks": Mistake(
+            lambda make: Readers(4, ranks="atuo"),
+            ("ranks='atuo'", "integer", "did you mean 'auto'?"),
+        ),
         "scale": Mistake(lambda make: AutoScale(min=4, max=2), ("min=4", "max=2", "in this order")),
         "sample_timeout without workers": row(
             *("sample_timeout=3", "use num_workers=1 or more"), errors=ErrorPolicy(sample_timeout=3)
