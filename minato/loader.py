@@ -542,8 +542,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour.
 
         Raises:
-            ValueError: The loader was made with ``observe=False``.
+            ValueError: The loader was made with ``observe=False``, or torch's engine loads, as for data pipes.
         """
+        self._minato_refuse_torchs("report()")
         return self._minato_inspector().report()
 
     @made_only
@@ -636,7 +637,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         At the end of an epoch minato compares this by itself and raises ``CoverageError`` if a sample was lost or
         repeated.
+
+        Raises:
+            ValueError: torch's engine loads, as for data pipes.
         """
+        self._minato_refuse_torchs("coverage()")
         return self._minato_inspector().coverage()
 
     @made_only
@@ -982,6 +987,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 f"{', '.join(parts)}"
             )
         return ""
+
+    def _minato_refuse_torchs(self, feature: str) -> None:
+        """Raise ValueError where torch's engine loads, and minato's has loaded nothing before."""
+        if self._minato_position.last is None and (why := self._minato_why_not(feature)):
+            raise ValueError(why)
 
     def _minato_why_stateless(self, feature: str) -> str:
         """Why a loader has no state; empty: it has one."""

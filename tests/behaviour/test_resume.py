@@ -826,6 +826,10 @@ def test_data_pipes_are_refused() -> None:
         loader.state_dict()
     with pytest.raises(AttributeError, match="data pipes"):
         loader.load_state_dict({})
+    list(loader)
+    for method in ("report", "coverage"):  # which would be about no batch
+        with pytest.raises(ValueError, match=rf"^{method}\(\) is not for data pipes"):
+            getattr(loader, method)()
 
 
 @pytest.mark.slow
