@@ -224,6 +224,8 @@ class EngineFactory:
             return
         self._looked_for_generators = True
         owned = {"dataset": spec.dataset, **spec.transforms.by_name, "collate_fn": spec.collate_fn}
+        if worker.readers is not None:
+            del owned["dataset"]  # each reader has a copy
         found = OwnedGenerators(owned)
         if worker.method == "thread":
             history.warn_of_generators(found.names, "worker threads share them")

@@ -115,10 +115,13 @@ class WorkerPlan(NamedTuple):
         return NULL_TRACER if self.tracks is None else self.tracks.worker(number)
 
     def generator_roots(self, at_once: bool) -> dict[str, Any]:
-        """The objects whose generators are bound to samples, by name; reads ``at_once`` share those of the dataset."""
+        """The objects whose generators are bound to samples, by name.
+
+        Reads ``at_once`` share those of the dataset, and from those of a stream its iterator draws.
+        """
         pipeline = self.pipeline
         roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
-        if at_once:
+        if at_once or self.readers is not None:
             del roots["dataset"]
         collate_fn = pipeline.collate_fn
         of_dataset = at_once and getattr(collate_fn, "__self__", None) is pipeline.given

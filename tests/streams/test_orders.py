@@ -86,10 +86,15 @@ class Uneven:
 
 
 class Asks(Split):
-    """Items that draw by minato's function, and otherwise."""
+    """Items that draw by minato's function, from the global generators, and from the dataset's own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.rng = random.Random(1)
 
     def __iter__(self) -> Iterator[Any]:
-        return ([number, float(numpy_rng().random()), random.random()] for number in self.numbers())
+        draws = lambda: (float(numpy_rng().random()), random.random(), self.rng.random())  # noqa: E731
+        return ([number, *draws()] for number in self.numbers())
 
 
 def drawing(item: list[float]) -> list[float]:
