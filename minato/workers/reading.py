@@ -53,6 +53,7 @@ from minato.batching.blobs import Kinds
 from minato.errors import WorkerDiedError, log, refuse
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import leave_sample
 from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
@@ -633,7 +634,11 @@ class Host:
         plan, readers = self._plan, self._readers_plan
         original = plan.pipeline.dataset
         for number in self._numbers:
-            copied = original if self._may_use(number) else _copied(original)
+            may_use = self._may_use(number)
+            copied = original if may_use else _copied(original)
+            if may_use and self._owns_process and self.binds and _shares_generators(plan):
+                with suppress(TypeError):
+                    copied = _copied(original)
             self._readers[number] = reader = Reader(number, copied, readers.batch, readers.skips)
             reader.watches = readers.announces
 
@@ -1009,6 +1014,13 @@ def _has_state(dataset: object) -> bool:
     """Whether a dataset has a state, or one that a stream such as ``minato.shuffle`` reads."""
     reads_states = attribute(type(dataset), "reads_states")
     return is_stateful(dataset) or (callable(reads_states) and reads_states(dataset))
+
+
+def _shares_generators(plan: WorkerPlan) -> bool:
+    """Whether generators of the dataset are bound to samples: a transform or ``collate_fn`` has them, too."""
+    bound = OwnedGenerators(plan.generator_roots(False)).identities
+    own = OwnedGenerators({"dataset": plan.pipeline.dataset}).identities if bound else []
+    return not set(bound).isdisjoint(own)
 
 
 def _copied(dataset: object) -> object:

@@ -96,6 +96,9 @@ class Asks(Split):
         draws = lambda: (float(numpy_rng().random()), random.random(), self.rng.random())  # noqa: E731
         return ([number, *draws()] for number in self.numbers())
 
+    def gathered(self, items: list[Any]) -> list[Any]:
+        return items
+
 
 def drawing(item: list[float]) -> list[float]:
     return [*item, float(numpy_rng().random())]
@@ -106,14 +109,17 @@ def content(batches: Any) -> list[tuple[float, ...]]:
     return sorted(tuple(item) for batch in batches for item in batch)
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_what_an_item_draws_is_not_the_last_samples(order: str) -> None:
-    given = {"transforms": [drawing], "collate_fn": list, "seed": 1}
-    expected, got = (
-        content(make(Asks(24), order, workers, batch_size=4, readers=1, **given))
-        for workers in ("inline", "1-process")
-    )
-    assert got == expected
+def test_what_an_item_draws_is_not_the_last_samples(order: str, shares: bool) -> None:
+    """Also where ``collate_fn`` is a method of the dataset, and so has its generators."""
+
+    def drawn(workers: str) -> list[Any]:
+        stream = Asks(24)
+        given = {"transforms": [drawing], "collate_fn": stream.gathered if shares else list}
+        return content(make(stream, order, workers, batch_size=4, readers=1, seed=1, **given))
+
+    assert drawn("1-process") == drawn("inline")
 
 
 @pytest.mark.parametrize(
