@@ -569,7 +569,10 @@ def found_in_memory() -> dict[str, bool]:
     }
 
 
-def snapshot(generators: Iterable[MemoryGenerator[Any]]) -> StateSnapshot:
+_Generators = Iterable[MemoryGenerator[Any]]
+
+
+def snapshot(generators: _Generators) -> StateSnapshot:
     """A snapshot of generators: the states of those that are whole, and of others spans and rest."""
     generators = [*generators]
     return StateSnapshot(
@@ -580,10 +583,10 @@ def snapshot(generators: Iterable[MemoryGenerator[Any]]) -> StateSnapshot:
 
 
 class GlobalGenerators:
-    """The three global generators of this process."""
+    """The three global generators of this process, and others, which belong to no plain state."""
 
-    def __init__(self) -> None:
-        self._all: list[Any] = [python_generator(), numpy_generator(), torch_generator()]
+    def __init__(self, others: _Generators = ()) -> None:
+        self._all: list[Any] = [python_generator(), numpy_generator(), torch_generator(), *others]
         self._snapshot = snapshot(self._all)
 
     def keep(self) -> None:
@@ -612,7 +615,7 @@ class GlobalGenerators:
 
     @staticmethod
     def to_plain() -> dict[str, Any]:
-        """Their states as plain data, which any process can load."""
+        """The states of the three as plain data, which any process can load."""
         version, words, gauss = random.getstate()
         plain = {"python": [version, _encoded(np.array(words, np.uint32)), gauss]}
         state: Any = np.random.get_state(legacy=False)

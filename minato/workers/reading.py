@@ -598,7 +598,12 @@ class Host:
         is_alone = self._owns_process and len(self._numbers) == 1
         self._swaps = readers.announces and not (self._is_thread or (is_alone and not self.binds))
         keeps_generators = readers.announces and not self._is_thread
-        self._generators = GlobalGenerators() if keeps_generators else None
+        self._generators = None
+        if keeps_generators:
+            # What is bound to samples may be the iterator's, too, where transforms are methods of the dataset.
+            bound = self.binds and self._owns_process
+            owned = OwnedGenerators(plan.generator_roots(False) if bound else {})
+            self._generators = GlobalGenerators(owned.generators.values())
         self._saved: dict[int, list[Any]] = {}
         # Generators before iter(), unless they follow from the seed.
         self._before: dict[int, Any] = {}
@@ -634,11 +639,7 @@ class Host:
         plan, readers = self._plan, self._readers_plan
         original = plan.pipeline.dataset
         for number in self._numbers:
-            may_use = self._may_use(number)
-            copied = original if may_use else _copied(original)
-            if may_use and self._owns_process and self.binds and _shares_generators(plan):
-                with suppress(TypeError):
-                    copied = _copied(original)
+            copied = original if self._may_use(number) else _copied(original)
             self._readers[number] = reader = Reader(number, copied, readers.batch, readers.skips)
             reader.watches = readers.announces
 
@@ -672,7 +673,7 @@ class Host:
 
     @contextmanager
     def _identity(self, number: int, fresh: bool = False) -> Iterator[None]:
-        """Be a reader: worker info, and its three global generators, which keep what it draws."""
+        """Be a reader: worker info, and the global generators, which keep what it draws."""
         readers, reader = self._readers_plan, self._readers[number]
         seed = self._plan.base_seed + number
         if self._is_thread:
@@ -1014,13 +1015,6 @@ def _has_state(dataset: object) -> bool:
     """Whether a dataset has a state, or one that a stream such as ``minato.shuffle`` reads."""
     reads_states = attribute(type(dataset), "reads_states")
     return is_stateful(dataset) or (callable(reads_states) and reads_states(dataset))
-
-
-def _shares_generators(plan: WorkerPlan) -> bool:
-    """Whether generators of the dataset are bound to samples: a transform or ``collate_fn`` has them, too."""
-    bound = OwnedGenerators(plan.generator_roots(False)).identities
-    own = OwnedGenerators({"dataset": plan.pipeline.dataset}).identities if bound else []
-    return not set(bound).isdisjoint(own)
 
 
 def _copied(dataset: object) -> object:

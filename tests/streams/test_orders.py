@@ -85,23 +85,27 @@ class Uneven:
         return [float(number), *drawn]
 
 
+SHARED = random.Random(1)
+
+
 class Asks(Split):
-    """Items that draw by minato's function, from the global generators, and from the dataset's own."""
+    """Items that draw by minato's function, and from all generators there are."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.rng = random.Random(1)
 
     def __iter__(self) -> Iterator[Any]:
-        draws = lambda: (float(numpy_rng().random()), random.random(), self.rng.random())  # noqa: E731
-        return ([number, *draws()] for number in self.numbers())
+        generators = random, self.rng, SHARED
+        for number in self.numbers():
+            yield [number, float(numpy_rng().random()), *(each.random() for each in generators)]
 
     def gathered(self, items: list[Any]) -> list[Any]:
         return items
 
 
 def drawing(item: list[float]) -> list[float]:
-    return [*item, float(numpy_rng().random())]
+    return [*item, float(numpy_rng().random()), SHARED.random()]
 
 
 def content(batches: Any) -> list[tuple[float, ...]]:
@@ -112,10 +116,11 @@ def content(batches: Any) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_what_an_item_draws_is_not_the_last_samples(order: str, shares: bool) -> None:
-    """Also where ``collate_fn`` is a method of the dataset, and so has its generators."""
+    """Also where ``collate_fn`` is a method of the dataset, and so has its generators, or a transform has one."""
 
     def drawn(workers: str) -> list[Any]:
         stream = Asks(24)
+        SHARED.seed(1)
         given = {"transforms": [drawing], "collate_fn": stream.gathered if shares else list}
         return content(make(stream, order, workers, batch_size=4, readers=1, seed=1, **given))
 
