@@ -243,7 +243,7 @@ class Stage:
     kind: str = _figure("kind", "source, transform or collate")
     count: int = _figure(
         "samples",
-        "that were timed: all expensive ones, about one in 32 runs of cheap ones; a call of __getitems__ is one",
+        "that were timed: all expensive ones, one in 32 or 256 runs of cheap ones; a call of __getitems__ is one",
     )
     mean_s: float = _figure("s", "for one sample")
     p50_s: float = _figure("s", "half of the samples take less")

@@ -50,6 +50,8 @@ It takes three microseconds, but twenty, and six for each transform, where sampl
 """
 _MEASURE_EVERY, _MEASURE_OFTEN, _EXPENSIVE = 32, 8, 4
 """Of cheaper samples, one is timed in the first run and every 32nd; every 8th from a quarter of that cost on."""
+_MEASURE_RARELY = 256
+"""Of the runs of ``run_quickly``, each 256th makes way for one with a timed sample, which takes as long as three."""
 _FIRST_GUESS_NS = 1.9e6
 """The mean cost per sample before one has run: no two are claimed at once, and they are not worth measuring."""
 _RISE, _FALL = 0.2, 0.7
@@ -403,7 +405,7 @@ class Runner:
             estimate.draws is not None
             and (mean_ns < WORTH_BINDING_NS or self.longest_ns < WORTH_BINDING_NS)
             and mean_ns * _EXPENSIVE < self._worth_measuring_ns  # nothing where samples are traced
-            and self._runs % _MEASURE_EVERY > 0
+            and self._runs % _MEASURE_RARELY > 0
             and count <= len(self.durations)
             and self._stage_runner is not None
             and (
