@@ -167,11 +167,13 @@ def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
             name not in others or _would_be_cut(part, others[name]) for name, part in parts.items()
         )
     whole_days = types.is_date(to) or types.is_time(to)
+    one_has_zone = (getattr(kind, "tz", None) is None) != (getattr(to, "tz", None) is None)
     return (
         (types.is_boolean(to) and _is_number(kind))
         or (whole_days and types.is_timestamp(kind))
         or (_is_number(kind) and types.is_temporal(to))  # which is of any unit
         or (types.is_temporal(kind) and _is_number(to))
+        or (types.is_temporal(kind) and types.is_temporal(to) and one_has_zone)
     )
 
 
@@ -431,31 +433,31 @@ def _rows_of(table: pa.Table) -> Callable[[int], Row]:
 
 def _getter(column: pa.Array) -> _Get:
     """The function that returns value i, converted by the type of the column alone; None where it is null."""
-    if not column.null_count:
-        return _converter(column)
-    get = _converter(column.drop_null())
+    kind = column.type
+    if types.is_dictionary(kind):
+        return _getter(column.dictionary_decode())
     there = column.is_valid().to_numpy(zero_copy_only=False)
-    at = there.cumsum() - 1
+    if types.is_struct(kind):
+        fields = [(kind.field(i).name, _getter(part)) for i, part in enumerate(column.flatten())]
+        return lambda i: {name: get(i) for name, get in fields} if there[i] else None
+    is_tensor = isinstance(column, pa.FixedShapeTensorArray)
+    if not (is_tensor or _is_number(kind) or (_is_list(kind) and _is_number(kind.value_type))):
+        return _listed(column)
+    if not column.null_count:
+        return _numbers(column)
+    get, at = _numbers(column.drop_null()), there.cumsum() - 1
     return lambda i: get(at[i]) if there[i] else None
 
 
-def _converter(column: pa.Array) -> _Get:
-    """:func:`_getter` of a column without nulls."""
-    kind = column.type
+def _numbers(column: pa.Array) -> _Get:
+    """Of tensors, numbers or lists of numbers, without nulls."""
     if isinstance(column, pa.FixedShapeTensorArray):
         tensors = column.to_numpy_ndarray()
         return lambda i: tensors[i].copy()
-    if types.is_dictionary(kind):
-        return _converter(column.dictionary_decode())
-    if _is_number(kind):
-        numbers = column.to_numpy(zero_copy_only=False)
-        return lambda i: numbers[i]
-    if types.is_struct(kind):
-        fields = [(kind.field(i).name, _getter(part)) for i, part in enumerate(column.flatten())]
-        return lambda i: {name: get(i) for name, get in fields}
-    if _is_list(kind) and _is_number(kind.value_type):
+    if not _is_number(column.type):
         return _lists(column)
-    return _listed(column)
+    numbers = column.to_numpy(zero_copy_only=False)
+    return lambda i: numbers[i]
 
 
 def _lists(column: pa.Array) -> _Get:

@@ -140,6 +140,10 @@ def test_views_are_strings_and_rows_are_selected_by_them(kind: Any, tmp_path: Pa
     assert [row["text"] for row in ParquetStream(tmp_path)] == texts.to_pylist()
     assert ids(ParquetStream(tmp_path, where=ds.field("text") > texts[0].as_py())) == [2]
     assert ids(ParquetStream(tmp_path, ["id"], where=ds.field("id") < 2)) == [0, 1]
+    parts = pa.table({"parts": pa.StructArray.from_arrays([texts], ["text"], mask=texts.is_null())})
+    parts = parts.append_column("texts", pa.array([["a"], None, []], pa.list_(kind)))
+    pq.write_table(parts, tmp_path / "b.parquet")
+    assert list(ParquetStream(tmp_path / "b.parquet")) == parts.to_pylist()
 
 
 def test_columns_of_texts_may_hold_more_than_two_gibibytes(tmp_path: Path) -> None:
@@ -373,6 +377,8 @@ def test_parts_of_columns_have_a_type_that_holds_the_values_of_all_files(
     [
         (([7], WHOLE), (SECONDS, pa.duration("s"))),
         (([7], WHOLE), ([TIME], pa.timestamp("us"))),
+        (([TIME], pa.timestamp("us", "Europe/Berlin")), ([TIME], pa.timestamp("us"))),
+        (([TIME], pa.timestamp("us", "Europe/Berlin")), ([DAY], pa.date32())),
         (([[7]], pa.list_(WHOLE)), ([SECONDS], pa.list_(pa.duration("ms")))),
         (
             ([{"a": True, "b": 1}], pa.struct([("a", FLAG), ("b", WHOLE)])),
