@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from glob import has_magic
+from urllib.parse import urlsplit
 
 from minato.checks import refuse_one
 from minato.errors import missing
@@ -25,13 +28,15 @@ class HuggingFaceShards(ShardedDataset[Row]):
 
     Args:
         path: As of ``load_dataset``: ``"parquet"``, ``"json"``, ``"text"``, or a repository of the Hub.
-        files: Paths, URLs, or paths in the repository. Patterns are not expanded, so that each name is one file. The
-            name in messages and states is the URL without passwords and tokens.
+        files: Paths, URLs, or paths in the repository. Each is one file: ``datasets`` takes names with one of the
+            characters ``*``, ``?`` and ``[`` for patterns, so that they are refused. The name in messages and states is
+            the URL without passwords and tokens.
         seed, new_shards, retry: See :class:`~minato.ShardedDataset`.
         options: Further arguments of ``load_dataset`` (``name``, ``revision``, ``columns``, ``token`` …), each of them
             a value or an :class:`~minato.sources.connections.Env`.
 
     Raises:
+        ValueError: A file is a pattern.
         SourceError: While iterating: ``datasets`` cannot read on in a file. If this is skipped, so is the rest of it.
             How many rows of a damaged Parquet file come first may vary: ``pyarrow`` reads ahead in threads.
     """
@@ -39,7 +44,7 @@ class HuggingFaceShards(ShardedDataset[Row]):
     def __init__(
         self,
         path: str,
-        files: Sequence[str],
+        files: Sequence[str | os.PathLike[str]],
         *,
         seed: int | None = None,
         new_shards: str = "refuse",
@@ -48,8 +53,16 @@ class HuggingFaceShards(ShardedDataset[Row]):
     ) -> None:
         super().__init__(seed=seed, new_shards=new_shards, retry=retry)
         refuse_one("files", files)
-        self._path, self._names = path, [shown_url(file) for file in files]
-        self._places = {name: Place(file) for name, file in zip(self._names, files, strict=True)}
+        urls = [os.fspath(file) for file in files]
+        self._path, self._names = path, [shown_url(url) for url in urls]
+        for name, url in zip(self._names, urls, strict=True):
+            # It would read other files, or none, without a word.
+            if has_magic(urlsplit(url).path if "://" in url else url):
+                raise ValueError(
+                    f"{name!r} in files is a pattern to datasets: give names of files, as sorted(glob.glob(...)) does, "
+                    "without the characters * ? ["
+                )
+        self._places = {name: Place(url) for name, url in zip(self._names, urls, strict=True)}
         self.settings = Settings(options)
 
     def shards(self) -> Sequence[str]:

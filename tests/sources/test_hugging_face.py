@@ -118,6 +118,16 @@ def test_each_worker_is_in_an_epoch_of_its_own() -> None:
     assert (stream.epoch, other.epoch) == (0, 0)
 
 
+@pytest.mark.parametrize("name", ["*.txt", "[a].txt", "a?.txt", "https://example.org/b/[a].txt"])
+def test_patterns_are_no_names_of_files(name: str, tmp_path: Path) -> None:
+    """They would read others: ``[a].txt`` would read ``a.txt``."""
+    file = name if "://" in name else str(tmp_path / name)
+    with pytest.raises(ValueError, match="in files is a pattern to datasets: give names of files"):
+        HuggingFaceShards("text", [file])
+    (tmp_path / "a.txt").write_text("1")
+    assert list(HuggingFaceShards("text", [tmp_path / "a.txt"])) == [{"text": "1"}]
+
+
 @pytest.mark.parametrize("first", mostly_slow(range(0, 81, 3)))
 def test_stops_lose_and_repeat_nothing(first: int) -> None:
     for seed in range(first, first + 3):
