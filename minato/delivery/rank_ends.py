@@ -212,9 +212,9 @@ class _Service:
 
     The training loop takes no lock, which a signal's handler could leave locked.
 
-    Channels are ``open``, or ``closing`` once they are over here. ``numbers`` are for the sources of batches, which
-    come in the same sequence in all ranks. ``turns`` counts the talks with the store; 0: this rank takes no part.
-    ``failure`` says why the thread has ended, or ends once the store answers.
+    Channels are ``open``, or ``closing`` once they are over here. ``numbers`` are for epochs, which come in the same
+    sequence in all ranks. ``turns`` counts the talks with the store; 0: this rank takes no part. ``failure`` says why
+    the thread has ended, or ends once the store answers.
 
     Each run has a part of the store, which that of torchrun keeps from one to the next. Its count of restarts names
     none: each node counts by itself, and not where other nodes fail, come or go.
@@ -384,7 +384,7 @@ def _service_of(rank: int, ranks: int) -> _Service:
         return known
     _services[rank, ranks] = made = _Service(rank, ranks)
     if known is not None:
-        made.numbers = known.numbers  # the store may have counters of its sources
+        made.numbers = known.numbers  # the store may have counters of its epochs
     return made
 
 
@@ -408,7 +408,7 @@ class EvenEnds(Layer):
         told: Called with the time in ns that the training loop has waited for other ranks.
     """
 
-    _number: int  # among the sources of this process, from the first batch on
+    _number: int  # among the epochs of this process, from the first batch on
 
     def __init__(
         self,
@@ -425,7 +425,6 @@ class EvenEnds(Layer):
         self._make_again = again
         self._pin = pin
         self._told = told
-        self._num_begun = 0
         self._queue: deque[_Held] = deque()
         self._given: Outgoing | None = None
         self._channel: Channel | None = None
@@ -442,6 +441,7 @@ class EvenEnds(Layer):
         self._epoch, self._progress = epoch, epoch.progress
         self._queue.clear()
         self._end_again()
+        vars(self).pop("_number", None)
         self._given = self._channel = self._padding = None
         self._is_over = self._has_ended = self._is_stopped = False
         self._progress.held_by.add(_HOLDER)
@@ -456,11 +456,11 @@ class EvenEnds(Layer):
             own = vars(self)
             if "_number" not in own:  # by one call, which no signal's handler interrupts
                 own.update(zip(["_number"], service.numbers, strict=False))
-            number, shortest = self._num_begun + 1, self._epoch_end == "shortest"
-            place = self._number, number, self._epoch.number, int(shortest)
-            channel = Channel("/".join(map(str, place)), rank, ranks, shortest)
+            shortest = self._epoch_end == "shortest"
+            name = f"{self._number}/{self._epoch.number}/{shortest:d}"
+            channel = Channel(name, rank, ranks, shortest)
             # At once: a signal's handler may raise at any line, and another rank counts alike.
-            own.update(_channel=channel, _service=service, _num_begun=number)
+            own.update(_channel=channel, _service=service)
         if not channel.is_open:
             self._leave = weakref.finalize(self, _left, service, channel)
             if channel not in service.open:

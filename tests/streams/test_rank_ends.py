@@ -239,6 +239,19 @@ def test_ranks_whose_number_changes_while_an_older_iterator_goes_on(
     assert first[1] == first[2]
 
 
+def test_ranks_of_which_one_has_workers_that_stay(
+    in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_ends, "_LONGEST_S", 20.0)
+
+    def one_rank(rank: int) -> list[int]:
+        stay: Any = {"num_workers": 1, "workers": "thread", "persistent_workers": True}
+        loader = loader_of(Uneven([4, 2]), "shortest", rank, **(stay if rank else {}))
+        return [len([*loader]) for _ in range(3)]
+
+    assert in_ranks(2, one_rank) == [[2, 2, 2]] * 2
+
+
 UNEVEN = set(range(1, 60, 2))
 """The numbers of the rank that has fewer."""
 
