@@ -186,13 +186,16 @@ class ProcessPool(WorkerPool):
                     with holding_descriptors(), named_as_worker(process):
                         process.start()
                     return
-                except (EOFError, ConnectionError):
+                except (EOFError, ConnectionError) as error:
                     # From Python 3.13 on the server itself imports the main module.
                     if is_unguarded():
                         raise unguarded_error(process.pid) from None
                     until = until or time.monotonic() + _SERVER_ENDS_S
                     if time.monotonic() > until:
-                        raise
+                        raise RuntimeError(
+                            "cannot start a worker process: the fork server ends whenever it is asked for one. See "
+                            "what it wrote to stderr, or use another multiprocessing_context"
+                        ) from error
                     # The fork server was killed. Once the kernel has ended it, the next start makes another.
                     time.sleep(_LOOK_S)
 

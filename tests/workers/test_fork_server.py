@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -116,6 +118,14 @@ def test_a_killed_server_is_started_again() -> None:
     os.kill(killed, signal.SIGKILL)
     assert [index for index, *_ in load()] == list(range(24))
     assert server_pid() != killed
+
+
+def test_a_server_that_cannot_fork_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no more processes can be had it ends with a traceback, and the program sees only the end of a pipe."""
+    monkeypatch.setattr("minato.workers.pools._SERVER_ENDS_S", 0.0)
+    monkeypatch.setattr(BaseProcess, "start", Mock(side_effect=EOFError("unexpected EOF")))
+    with pytest.raises(RuntimeError, match=r"cannot start a worker process: the fork server ends"):
+        next(iter(loader_of(4)))
 
 
 @pytest.mark.slow
