@@ -180,7 +180,7 @@ class ProcessPool(WorkerPool):
                 with signals_deferred(), starting_worker(self._started.borrower):
                     process.start()
                 return
-            until: float | None = None
+            pause_s = _LOOK_S
             while True:
                 try:
                     with holding_descriptors(), named_as_worker(process):
@@ -190,14 +190,15 @@ class ProcessPool(WorkerPool):
                     # From Python 3.13 on the server itself imports the main module.
                     if is_unguarded():
                         raise unguarded_error(process.pid) from None
-                    until = until or time.monotonic() + _SERVER_ENDS_S
-                    if time.monotonic() > until:
+                    if pause_s > _SERVER_ENDS_S:
                         raise RuntimeError(
                             "cannot start a worker process: the fork server ends whenever it is asked for one. See "
                             "what it wrote to stderr, or use another multiprocessing_context"
                         ) from error
-                    # The fork server was killed. Once the kernel has ended it, the next start makes another.
-                    time.sleep(_LOOK_S)
+                    # The fork server was killed. Once the kernel has ended it, the next start makes another, which
+                    # writes a traceback if it cannot fork: few are made.
+                    time.sleep(pause_s)
+                    pause_s *= 2
 
     def _watch_all(self) -> None:
         # After all starts, not between them, because it starts a thread.

@@ -121,11 +121,13 @@ def test_a_killed_server_is_started_again() -> None:
 
 
 def test_a_server_that_cannot_fork_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no more processes can be had it ends with a traceback, and the program sees only the end of a pipe."""
-    monkeypatch.setattr("minato.workers.pools._SERVER_ENDS_S", 0.0)
-    monkeypatch.setattr(BaseProcess, "start", Mock(side_effect=EOFError("unexpected EOF")))
+    """Where no more processes can be had each server ends with a traceback, and the program sees the end of a pipe."""
+    monkeypatch.setattr("minato.workers.pools._SERVER_ENDS_S", 0.1)
+    start = Mock(side_effect=EOFError("unexpected EOF"))
+    monkeypatch.setattr(BaseProcess, "start", start)
     with pytest.raises(RuntimeError, match=r"cannot start a worker process: the fork server ends"):
         next(iter(loader_of(4)))
+    assert start.call_count == 4  # after pauses of 0.02, 0.04 and 0.08 s
 
 
 @pytest.mark.slow
