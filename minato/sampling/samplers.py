@@ -49,6 +49,7 @@ __all__ = [
     "LISTS",
     "OTHER_INDICES",
     "SEEDED",
+    "Alone",
     "Batch",
     "Drawn",
     "IndexBatches",
@@ -59,6 +60,7 @@ __all__ = [
     "SamplingSpec",
     "SeededSampler",
     "Source",
+    "as_given",
     "at_epoch",
     "batch_maker",
     "dealing_of",
@@ -692,6 +694,15 @@ def next_sampler(index_sampler: Any) -> Any | None:
 # ---- the indices of a batch -----------------------------------------------------------------------
 
 
+class Alone(list[Any]):
+    """A batch for which the sampler yields one object without a length, such as a slice."""
+
+
+def as_given(batch: object) -> Any:
+    """The object that the sampler yields for a batch that is made for ``__getitems__``."""
+    return batch[0] if type(batch) is Alone else batch
+
+
 def batch_maker(
     batched: bool, *, whole: bool = False, divided: str | None = None, copies: bool = False
 ) -> Callable[[Any], Any]:
@@ -706,13 +717,18 @@ def batch_maker(
 
     def make(given: Any) -> Any:
         kind = type(given)
-        if batched and whole and kind is not list and hasattr(kind, "__len__"):  # not an iterator
+        if batched and whole and kind is not list and not hasattr(kind, "__next__"):
             if divided is not None and kind not in LISTS:
                 raise ValueError(
                     f"the batch sampler yields a {kind.__qualname__}, which the dataset's __getitems__ must get as it "
                     f"is, and {divided}"
                 )
-            return _copied(given) if copies else given
+            given = _copied(given) if copies else given
+            try:
+                len(given)
+            except TypeError:
+                return Alone([given])
+            return given
         batch = list(given) if batched else [given]
         if copies and batch and type(batch[0]) not in (int, str):
             return list(map(_copied, batch))

@@ -14,6 +14,7 @@ from minato._compat import make_fetcher
 from minato._support.objects import takes_lists
 from minato.batching.layout import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState
+from minato.sampling.samplers import as_given
 from minato.transforms.compose import Transforms
 from minato.workers.plan import WorkerPlan
 
@@ -74,7 +75,7 @@ class Fetcher:
 
     def many(self, indices: object) -> Any:
         """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""
-        return self.transformed(self.dataset.__getitems__(indices))
+        return self.transformed(self.dataset.__getitems__(as_given(indices)))
 
     def transformed(self, samples: Any) -> Any:
         """What the dataset returned for the indices of a batch, transformed."""
@@ -128,7 +129,7 @@ class ReplacedFetcher(Fetcher):
         return self.one
 
     def many(self, indices: object) -> Any:
-        return self._fetch(indices)
+        return self._fetch(as_given(indices))
 
 
 class Items:

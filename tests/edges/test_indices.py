@@ -31,6 +31,8 @@ class Whole(Numbers):
     def __getitems__(self, batch: Any) -> list[str]:
         if isinstance(batch, dict) and "indices" in batch:
             return [f"{index} {batch['size']}" for index in batch["indices"]]
+        if isinstance(batch, (slice, int)) or (torch.is_tensor(batch) and not batch.ndim):
+            return [str(batch)] * 2
         extra = getattr(batch, "size", "") if isinstance(batch, list) else ""
         return [f"{type(batch).__name__} {extra} {index!r}" for index in batch]
 
@@ -45,6 +47,8 @@ BATCHES: dict[str, list[Any]] = {
     "dictionaries": [{"indices": [0, 1], "size": 224}, {"indices": [2], "size": 96}],
     "of one": [{"indices": [0, 1, 2]} | {"size": 1}, Sized([5], 7)],
     "sets": [{0, 1}, {2}],
+    "slices": [slice(0, 2), slice(2, 4)],
+    "integers": [3, torch.tensor(4)],
     "deques": [deque([0, 1]), deque([2])],
     "subclasses": [Sized([0, 1], 224), Sized([2, 3], 96)],
 }
