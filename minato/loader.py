@@ -866,7 +866,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _minato_items_of_a_batch(self) -> int | None:
         """The batch size; that of an iterable dataset is the batch sampler's, which programs change."""
-        if not (is_iterable(self) and is_batched(self)):
+        if not is_batched(self):
+            return None  # whatever the attribute says, which programs set for their own use
+        if not is_iterable(self):
             return self.batch_size
         return cast("int | None", attribute(self.batch_sampler, "batch_size", self.batch_size))
 

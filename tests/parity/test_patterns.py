@@ -333,6 +333,10 @@ def frozen_attributes(base: Any, workers: int) -> Any:
     for size in (2, 3, 4, 1):
         stream.batch_sampler.batch_size = size
         epochs.append(plain(stream))
+    unbatched = base(Parts(6), None, num_workers=workers)
+    unbatched._DataLoader__initialized = False
+    unbatched.batch_size = 2
+    epochs.append(plain(unbatched))
     return epochs
 
 
