@@ -44,6 +44,13 @@ class StandIn(ABCMeta):
     abstract base classes can be mixed into a loader, as with torch's.
     """
 
+    def __new__(
+        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, object], /, **options: object
+    ) -> StandIn:
+        # A class that is made by a call of type() would be one of module "abc", and could not be pickled.
+        module = sys._getframe(1).f_globals.get("__name__")
+        return super().__new__(mcls, name, bases, {"__module__": module, **namespace}, **options)
+
     def __instancecheck__(cls, instance: object) -> bool:
         is_torchs = cls is _standing_in and isinstance(instance, TorchDataLoader)
         return is_torchs or super().__instancecheck__(instance)

@@ -362,6 +362,7 @@ def test_generic() -> None:
             pass
 
         assert flat(Integers(Numbers(3), batch_size=2)) == [0, 1, 2]
+        assert type("Made", (kind,), {}).__module__ == __name__  # by which pickle finds it
 
 
 # ---- copies ---------------------------------------------------------------------------------
