@@ -142,6 +142,7 @@ class BatchIterator(TorchIterator):
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
         self._checks_length = is_iterable(self)
         self._ending: BatchSource | None = None
+        self._ended: list[Any] = []
         self._given: Outgoing | None = None  # while next() runs
         in_place = self._pin_memory and loader.pin_memory == IN_PLACE
         self._locker = memory_pinner() if in_place else None
@@ -370,7 +371,7 @@ class BatchIterator(TorchIterator):
         # Programs use this attribute of torch's iterator to look for worker processes, and to end them.
         if self._num_workers == 0:
             raise AttributeError("there are no workers in num_workers=0")
-        return list(getattr(self._source, "workers", ()))
+        return list(getattr(self._source, "workers", self._ended))
 
     def _shutdown_workers(self) -> None:
         # Programs call this method of torch's iterator to end persistent workers early.
@@ -382,5 +383,6 @@ class BatchIterator(TorchIterator):
         if self._source is not None:
             self._ending, self._source = self._source, None
         if self._ending is not None:  # until its end, which may be interrupted
+            self._ended = list(getattr(self._ending, "workers", ())) or self._ended
             self._ending.shut_down()
             self._ending = None

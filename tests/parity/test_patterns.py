@@ -487,7 +487,8 @@ def iterator_side(base: Any, workers: int) -> Any:
     next(iterator)
     seen = len(iterator), iterator._num_yielded, isinstance(iterator, _BaseDataLoaderIter)
     rest = [iterator._next_data().tolist(), *plain(iterator)]
-    return seen, iter(iterator) is iterator, hasattr(iterator, "_workers"), rest
+    ended = {each.is_alive() for each in getattr(iterator, "_workers", ())}
+    return seen, iter(iterator) is iterator, hasattr(iterator, "_workers"), rest, ended
 
 
 @pattern("a patched iterator base")
