@@ -38,7 +38,7 @@ TINY_US, TINY_LIMIT = 15.0, 0.9
 CAUSES = {
     "wait-*-w0-*": "each sample is timed by stage; after a wait this code is no longer in the processor's caches",
     "wait-*-w[1-9]-*": "after a wait a worker's steps are no longer in the processor's caches: about 50 µs a sample",
-    "*-w0-short": "an epoch's records, states to resume and search for generators take 70 to 360 µs, more for pictures",
+    "*-w0-short": "an epoch's records, states to resume and search for generators take 50 to 300 µs, more for pictures",
     "*-single-w0-*": "there is no copy to save, and the bookkeeping of a batch is for one sample",
     "*-flipped-*-w0-*": "a sample that draws is bound to its index, which takes 1 µs, and more with cold caches",
     "texts-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
