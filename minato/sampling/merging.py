@@ -143,7 +143,8 @@ def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
         if running and state["finished"]:
             # Of a dataset that stays for the next epoch.
             kept = None if known is None else known["state"]
-            known = {"done": [[0, _ALL]], "end": _ALL, "state": kept, "jumped": False}
+            ended = {"end": _ALL, "jumped": False, "read": None}
+            known = {"done": [[0, _ALL]], "state": kept, **ended}
         elif known is None and state["readers"] is not None:
             raise ValueError(f"the state is damaged: it does not hold reader {reader}")
         each.append(copy.deepcopy(known))

@@ -38,7 +38,7 @@ _SLOT_BITS = 8
 _LOW = (1 << 20) - 1
 _HALF = (1 << 32) - 1
 """The lower bits of a number of 64 bits, which takes two words."""
-_WORDS = 7
+_WORDS = 8
 """Words on the board for each reader."""
 _REGION = 1 << 36
 """Most bytes of a state in the file of states, of which only written pages take memory."""
@@ -178,6 +178,15 @@ class ReaderBoard:
     def before(self, reader: int, slot: int) -> int:
         """The ordinal after all of a reader that earlier runs have delivered in an epoch."""
         return self._load(_WORDS * reader + 6, slot) or 0
+
+    def note_expected(self, reader: int, slot: int, ordinal: int, digest: int) -> None:
+        """Set what ``expected`` returns in an epoch, after what ``before`` does."""
+        self._store(_WORDS * reader + 7, slot, (ordinal & _LOW) << 32 | digest)
+
+    def expected(self, reader: int, slot: int) -> tuple[int, int] | None:
+        """As ``digest``, of the run that this epoch resumes, which had read at least what it has delivered."""
+        found, before = self._load(_WORDS * reader + 7, slot), self.before(reader, slot)
+        return None if found is None else (before + ((found >> 32) - before & _LOW), found & _HALF)
 
     def note_end(self, reader: int, slot: int, ordinal: int, died: bool) -> None:
         """Set what ``end`` and ``has_died`` return in an epoch."""
@@ -333,7 +342,7 @@ class _Known:
         start: The state from which the epoch goes on here; None: from its beginning.
         following, ahead: As of the last batch that was drawn.
         end: Where the reader has ended, if an earlier run has delivered everything before.
-        has_jumped, delivered_before: Of earlier runs, as on the board.
+        has_jumped, delivered_before, expected: Of earlier runs, as on the board.
     """
 
     done: Ranges = field(default_factory=list)
@@ -343,6 +352,7 @@ class _Known:
     end: int | None = None
     has_jumped: bool = False
     delivered_before: int = 0
+    expected: tuple[int, int] | None = None
 
     @property
     def next(self) -> int:
@@ -431,6 +441,7 @@ class EpochReaders:
                 continue
             known.done = [(first, end) for first, end in each["done"]]
             known.has_jumped = each["jumped"]
+            known.expected = each["read"] and tuple(each["read"])
             if each["state"] is not None:
                 known.start = ReaderState(**each["state"])
             known.ahead = tuple(reversed(known.done))
@@ -483,6 +494,8 @@ class EpochReaders:
             if known.has_jumped:
                 board.note_jump(reader, slot)
             board.note_before(reader, slot, known.delivered_before)
+            if known.expected is not None:
+                board.note_expected(reader, slot, *known.expected)
 
     # ---- drawing
 
@@ -682,7 +695,9 @@ class EpochReaders:
             # The board may not say so yet.
             if end is None and isinstance(kept, dict) and kept["ended"]:
                 end = kept["ordinal"]
-            each[reader] = _plain(ranges, end, kept, self.board.has_jumped(reader))
+            board = self.board
+            read = board.digest(reader, board.slot) or self._known[reader].expected
+            each[reader] = _plain(ranges, end, kept, board.has_jumped(reader), read)
         return {"turn": turn, "set_epoch": self.set_epoch, "each": each}
 
     def _known_state(self, reader: int, ordinal: int) -> ReaderState | None:
@@ -698,8 +713,21 @@ class EpochReaders:
         return start
 
 
-def _plain(done: Ranges, end: int | None, state: object, jumped: bool = False) -> dict[str, Any]:
-    return {"done": [list(pair) for pair in done], "end": end, "state": state, "jumped": jumped}
+def _plain(
+    done: Ranges,
+    end: int | None,
+    state: object,
+    jumped: bool = False,
+    read: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    ranges = [list(pair) for pair in done]
+    return {
+        "done": ranges,
+        "end": end,
+        "state": state,
+        "jumped": jumped,
+        "read": read and list(read),
+    }
 
 
 def _opened(state: object) -> Any:

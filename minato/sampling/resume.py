@@ -53,7 +53,7 @@ __all__ = [
     "until_end",
 ]
 
-_VERSION = 4
+_VERSION = 5
 _INT64 = 1 << 63
 _MOST_RANKS, _MOST_SAMPLES = 1 << 20, 1 << 40
 _FAMILY = "minato.DataLoader"
@@ -730,6 +730,7 @@ def _is_reader(value: object) -> bool:
         done=_are_ranges,
         end=lambda end: end is None or _is_count(end),
         jumped=_is_bool,
+        read=lambda read: read is None or _is_tally(read),
         state=lambda state: state is None or _has(state, vars(ReaderState()), ordinal=_is_count),
     )
 

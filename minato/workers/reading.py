@@ -78,6 +78,10 @@ _MOST_RENEWALS = 64
 """Generators that are made in a row without an item, where each raises in another state of the dataset."""
 _SLICES = (slice(8),) * 64
 _MOST_DIGESTED, _MOST_PARTS = 64, 16
+_OTHER_ITEMS = (
+    "reader %d gives other items than in the run whose state was loaded, so that items may be missing or come twice: "
+    "have the dataset depend on get_worker_info(), its seed and set_epoch() alone, or give it a state_dict()"
+)
 
 
 class Taken(NamedTuple):
@@ -132,13 +136,14 @@ class Reader:
         digest: Checksum of what it has given so far if it ``watches``: of one item of a few, as that takes time.
         first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
+        is_made_again: That reader was one of this run, and its worker died; otherwise of the run that is resumed.
         on_next: Called before each call of the iterator, with the number of items that ``take`` has; None: it is not.
         has_jumped: An exception has ended a batch, so that ordinals are missing, and ``skip()`` would count them.
         is_torn: ``take`` was interrupted: the iterator may have gone on, and its state may be that within an item.
     """
 
     watches = True
-    is_torn = has_jumped = False
+    is_torn = has_jumped = is_made_again = False
     digest = 0
     first: int | None = None
     expected: tuple[int, int] | None = None
@@ -345,7 +350,9 @@ class Reader:
         if self.at < ordinal:
             return ordinal - self.at
         self.expected = None
-        if self.at == ordinal and self.digest != digest:
+        if self.at == ordinal and self.digest != digest and not self.is_made_again:
+            log(_OTHER_ITEMS, self.number, level=logging.WARNING)
+        elif self.at == ordinal and self.digest != digest:
             raise WorkerDiedError(
                 f"reader {self.number} was made again, because its worker died, and gives other items than before: "
                 "have the dataset depend on get_worker_info() and its seed alone, give it a state_dict(), or use "
@@ -865,6 +872,9 @@ class Host:
         self._before[number] = before
         reader.has_jumped = self._board.has_jumped(number, slot)
         known = self._board.digest(number, slot) if is_first and self._owns_process else None
+        reader.is_made_again = known is not None
+        if known is None and not self._is_thread:
+            known = self._board.expected(number, slot)
         reader.expected = known if known is not None and known[0] > reader.at else None
         if slots is None and reader.keeps_state:
             # Items may have been read that are not delivered: they are held back, or an interruption has left them.

@@ -425,7 +425,7 @@ def test_other_things_are_refused() -> None:
         make().load_state_dict({"_num_yielded": 3})
     state = saved(make())
     state["loader"]["version"] = 99
-    with pytest.raises(ValueError, match="has version 99, and this minato reads 4"):
+    with pytest.raises(ValueError, match="has version 99, and this minato reads 5"):
         make().load_state_dict(state)
 
 

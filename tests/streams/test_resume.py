@@ -776,6 +776,37 @@ def test_the_end_of_a_reader_and_its_state_are_one(
         assert next(iter(later)).tolist() == [101, 102, 103]
 
 
+class Turned(Split):
+    """Its items begin elsewhere in a process that says so."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = self.numbers()
+        return itertools.chain(numbers[self.first :], numbers[: self.first])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_stream_that_does_not_repeat_itself_is_told(
+    workers: int, first: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after an interruption before what the first run has read."""
+
+    def loader(num_workers: int) -> Any:
+        return DataLoader(Turned(200), 4, num_workers=num_workers, readers=2)
+
+    early = loader(workers)
+    list(itertools.islice(early, 12))
+    state = saved(early)
+    monkeypatch.setattr(Turned, "first", first)
+    between = resumed(state, loader(0))
+    next(iter(between))
+    list(resumed(saved(between), loader(0)))
+    told = [each.getMessage() for each in caplog.records if "gives other items" in each.msg]
+    assert sorted(each.split(" gives")[0] for each in told) == ["reader 0", "reader 1"] * first
+
+
 def test_states_of_many_readers_do_not_overlap() -> None:
     slots = StateSlots(11_000, 2)
     large = ReaderState(1, list(range(1000)))
