@@ -873,7 +873,8 @@ class Host:
         reader.has_jumped = self._board.has_jumped(number, slot)
         known = self._board.digest(number, slot) if is_first and self._owns_process else None
         reader.is_made_again = known is not None
-        if known is None and not self._is_thread:
+        # Iterators with a state may give others from what was delivered on, such as of a mix with other weights.
+        if known is None and not self._is_thread and (start is None or start.iterator is None):
             known = self._board.expected(number, slot)
         reader.expected = known if known is not None and known[0] > reader.at else None
         if slots is None and reader.keeps_state:
