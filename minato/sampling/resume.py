@@ -730,7 +730,7 @@ def _is_reader(value: object) -> bool:
         done=_are_ranges,
         end=lambda end: end is None or _is_count(end),
         jumped=_is_bool,
-        read=lambda read: read is None or _is_tally(read),
+        read=lambda read: read is None or (_is_tally(read) and read[1] < 1 << 32),
         state=lambda state: state is None or _has(state, vars(ReaderState()), ordinal=_is_count),
     )
 

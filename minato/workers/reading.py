@@ -871,12 +871,7 @@ class Host:
             GlobalGenerators.load_plain(generators)
         self._before[number] = before
         reader.has_jumped = self._board.has_jumped(number, slot)
-        known = self._board.digest(number, slot) if is_first and self._owns_process else None
-        reader.is_made_again = known is not None
-        # Iterators with a state may give others from what was delivered on, such as of a mix with other weights.
-        if known is None and not self._is_thread and (start is None or start.iterator is None):
-            known = self._board.expected(number, slot)
-        reader.expected = known if known is not None and known[0] > reader.at else None
+        self._expect(reader, slot, start, is_first)
         if slots is None and reader.keeps_state:
             # Items may have been read that are not delivered: they are held back, or an interruption has left them.
             with suppress(Exception):  # of state_dict(), which the loader's raises
@@ -890,6 +885,16 @@ class Host:
         self._ends[number] = self._board.end(number, slot)
         # At last: a call that was interrupted begins again.
         self._epochs[number] = slot, epoch
+
+    def _expect(self, reader: Reader, slot: int, start: ReaderState | None, is_first: bool) -> None:
+        """Have a reader compare what it gives with what an earlier one in its place has given."""
+        board, number = self._board, reader.number
+        known = board.digest(number, slot) if is_first and self._owns_process else None
+        reader.is_made_again = known is not None
+        # Iterators with a state may give others from what was delivered on, such as of a mix with other weights.
+        if known is None and not self._is_thread and (start is None or start.iterator is None):
+            known = board.expected(number, slot)
+        reader.expected = known if known is not None and known[0] > reader.at else None
 
     def _starts_of(self, epoch: tuple[int, int]) -> Sequence[ReaderState | None]:
         """The states with which the readers begin an epoch, which are read once for all readers here."""
