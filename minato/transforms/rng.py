@@ -35,8 +35,8 @@ __all__ = [
     "SampleRandomness",
     "current",
     "enter_task",
+    "exchange_binding",
     "generators_created",
-    "leave_sample",
     "numpy_rng",
     "python_rng",
     "sample_word",
@@ -73,8 +73,11 @@ class Captured(NamedTuple):
 _NONE_OWNED = OwnedGenerators({})
 
 
+_Binding = tuple[int, int, object, int] | None
+
+
 class _State:
-    binding: tuple[int, int, object, int] | None = None
+    binding: _Binding = None
     generators_made: int = 0
 
 
@@ -92,9 +95,11 @@ def enter_task() -> None:
     _this_task.set(_State())
 
 
-def leave_sample() -> None:
-    """Have what runs from now on belong to no sample, until one is bound."""
-    (_this_task.get() or _this_thread).binding = None
+def exchange_binding(binding: _Binding) -> _Binding:
+    """Have what runs from now on belong to this sample, None: to none; returns the one until now."""
+    state = _this_task.get() or _this_thread
+    before, state.binding = state.binding, binding
+    return before
 
 
 class SampleRandomness:

@@ -54,7 +54,7 @@ from minato.errors import WorkerDiedError, log, refuse
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
 from minato.transforms.owned import OwnedGenerators
-from minato.transforms.rng import leave_sample
+from minato.transforms.rng import exchange_binding
 from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
 
@@ -563,11 +563,12 @@ def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Ho
     @functools.wraps(method)
     def apart(host: Host, /, *args: P.args, **kwargs: P.kwargs) -> T:
         host._around = set_reading(host._reading)
-        if not host._is_here:
-            leave_sample()  # the last one that this worker has run
+        # The last sample of this worker, or one in whose dataset a loader is iterated.
+        binding = exchange_binding(None)
         try:
             return method(host, *args, **kwargs)
         finally:
+            exchange_binding(binding)
             set_reading(host._around)
             host._reading.announce = nullcontext  # it may refer to the host, which refers to it
 
@@ -592,7 +593,6 @@ class Host:
         self._plan = plan
         self._readers_plan = readers = plan.readers
         self._board = board
-        self._is_here = here
         self._numbers = range(0)
         if here:
             self._numbers = readers.own

@@ -127,6 +127,26 @@ def test_what_an_item_draws_is_not_the_last_samples(order: str, shares: bool) ->
     assert drawn("1-process") == drawn("inline")
 
 
+class Nesting:
+    """Samples that draw by minato's function, some after they have read a stream to its end."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        if self.reads:
+            assert len(list(DataLoader(Split(8), 2, readers=1))) == 4
+        return float(numpy_rng().random())
+
+
+def test_a_stream_within_a_sample_leaves_it_its_random_numbers() -> None:
+    reading, alone = (list(DataLoader(Nesting(reads), None, seed=1)) for reads in (True, False))
+    assert reading == alone
+
+
 @pytest.mark.parametrize(
     ("order", "workers"),
     mostly_slow(dict.fromkeys([*QUICK, *itertools.product(ORDERS, WORKERS)]), quick=len(QUICK)),
