@@ -84,8 +84,10 @@ class History:
 
     def begin(self, engine: Engine | InlineEngine) -> None:
         """Know an engine that begins an epoch."""
-        others = [one for one in self.engines if one() not in (None, engine)]
-        self.engines[:] = [*others, weakref.ref(engine)]
+        begun = weakref.ref(engine)  # the same one each time
+        if self.engines != [begun]:
+            others = [one for one in self.engines if one() not in (None, engine)]
+            self.engines[:] = [*others, begun]
 
     def learn(self, handover: Handover) -> None:
         """Keep what an engine's workers have found out."""

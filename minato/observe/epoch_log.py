@@ -148,7 +148,8 @@ class EpochRecord:
         """The numbers of this epoch, all of the above included."""
         counts, calls = self.after.counts.minus(self.before.counts), self.calls
         for before, after in zip(*self.outside, strict=True):
-            counts.update(Counts(after).minus(Counts(before)))
+            if after is not before:
+                counts.update(Counts(after).minus(Counts(before)))
         asked, delivered, outstanding = self.coverage
         counts.update(
             asked=asked,

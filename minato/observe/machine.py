@@ -99,6 +99,9 @@ def storage_counts(
     nodes = search.run({"dataset": dataset}) if has_sources else []
     found = [("source", node.thing) for node in nodes]
     found += [(kind, each) for kind, each in (("cache", cache), ("fetch", reads)) if each]
+    if not found:
+        nothing = Counts()
+        return lambda: nothing
 
     def total() -> Counts:
         counts = Counts()
