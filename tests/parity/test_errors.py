@@ -31,8 +31,8 @@ from tests.parity.material import (
     BadSample,
     Failing,
     Holding,
+    LyingStream,
     NoLength,
-    Stream,
     TwoArguments,
     Unpicklable,
     identity,
@@ -420,18 +420,11 @@ def test_warnings_of_samples_as_errors() -> None:
 
 
 def test_warning_about_a_length_as_an_error() -> None:
-    class Lies(Stream):
-        def __len__(self) -> int:
-            return 2
-
-        def __repr__(self) -> str:
-            return "a liar"
-
     def case(make: Any) -> Any:
         with warnings.catch_warnings(action="error"):
             found = []
             for number in (0, 1):
-                loader = make(Lies(5), num_workers=number)
+                loader = make(LyingStream(6), num_workers=number)
                 found.append((len(loader), drain(iter(loader))))
             return found
 

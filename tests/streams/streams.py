@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -372,6 +373,13 @@ def interrupted(
     """What so many batches of a loader hold, and what another one gives that goes on from its state."""
     got = content(itertools.islice(first, stop)) if stop else []
     return got + content(resumed(saved(first), later))
+
+
+def check_refused(make: Callable[[], Any], words: str) -> None:
+    """A call is refused in a sentence with these words."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
+        make()
+    assert "\n" not in str(caught.value)
 
 
 def in_runs(

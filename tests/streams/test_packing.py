@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from torch.utils.data import IterableDataset
 import minato
 from minato import DataLoader
 from tests.streams.streams import DrawingSequences as Stateful
-from tests.streams.streams import Listed, SequenceCursor
+from tests.streams.streams import Listed, SequenceCursor, check_refused
 
 
 class Corpus(IterableDataset[Any]):
@@ -162,9 +161,7 @@ def rows_with(item: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("make", "words"), BAD)
 def test_bad_input_is_refused_in_a_sentence(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+    check_refused(make, words)
 
 
 @pytest.mark.parametrize(
