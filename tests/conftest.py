@@ -170,6 +170,15 @@ def stress_s(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture
+def collected_on_request() -> Iterator[None]:
+    """No collection comes by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """As in a worker: threads of torch that wait for a core make a test slow on a busy machine."""
     import torch

@@ -262,6 +262,12 @@ def raising(kind: type[BaseException], *given: Any, **named: Any) -> Callable[..
     return act
 
 
+def quietly(make: Callable[[], Any]) -> Any:
+    """Make what some library warns of: that it is new, or old."""
+    with warnings.catch_warnings(action="ignore"):
+        return make()
+
+
 def double(sample: Any) -> Any:
     return sample * 2
 

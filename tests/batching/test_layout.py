@@ -7,7 +7,6 @@ import enum
 import gc
 import importlib
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import minato
 from minato.batching import layout as layout_module
 from minato.batching import sample_spec
 from minato.batching.layout import Layout
-from tests.datasets import TORCH_TAKES_BOOLS, assert_same
+from tests.datasets import TORCH_TAKES_BOOLS, assert_same, quietly
 from tests.parity.test_collation import ALL, ODD
 
 GUARD = 0xA5
@@ -64,11 +63,6 @@ def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     Layout.from_bytes.cache_clear()
     yield
     Layout.from_bytes.cache_clear()
-
-
-def quietly(make: Callable[[], Any]) -> Any:
-    with warnings.catch_warnings(action="ignore"):
-        return make()
 
 
 def layout_of(sample: Any) -> Layout:

@@ -24,23 +24,9 @@ from minato._core.codes import LeaseState
 from minato.workers.sample_timeout import RunningSamples, SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample
 from tests.datasets import Sleepy, indices, wait_until
-from tests.subprocesses import TIMEOUT_S, at_work, run, session, started, wait_for_end
+from tests.subprocesses import TIMEOUT_S, at_work, run, session, started
 
 # ---- the end of the training process --------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sleep", "compiled"])
-def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
-    """Also in compiled code that lets no Python run."""
-    with started("faulted.py", "stuck", kind) as process:
-        workers = at_work(process)
-        os.kill(workers[0], signal.SIGSTOP)
-        assert set(session(process.pid)) == {process.pid, *workers}
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert wait_for_end(process.pid) == []
-        process.communicate(timeout=TIMEOUT_S)
 
 
 @pytest.mark.slow

@@ -145,18 +145,23 @@ def test_nothing_is_left_and_no_garbage_is_collected(kind: str, ways: list[str])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "where"),
+    ("script", "how"),
     [
-        (signal.SIGKILL, "waiting"),
-        (signal.SIGKILL, "computing"),
-        (signal.SIGKILL, "busy"),
-        (signal.SIGKILL, "far ahead"),
-        (signal.SIGTERM, "computing"),
+        *(
+            (("running.py", "processes", where), signal.SIGKILL)
+            for where in ("waiting", "computing", "busy", "far ahead")
+        ),
+        (("running.py", "processes", "computing"), signal.SIGTERM),
+        # Stuck, the second also in compiled code that lets no Python run.
+        *((("faulted.py", "stuck", kind), signal.SIGKILL) for kind in ("sleep", "compiled")),
     ],
+    ids=str,
 )
-def test_workers_end_with_a_killed_parent(how: int, where: str) -> None:
-    with started("running.py", "processes", where) as process:
+def test_workers_end_with_a_killed_parent(script: tuple[str, ...], how: int) -> None:
+    with started(*script) as process:
         workers = at_work(process)
+        if "stuck" in script:
+            os.kill(workers[0], signal.SIGSTOP)
         assert set(session(process.pid)) == {process.pid, *workers}
         os.kill(process.pid, how)
         assert process.wait(TIMEOUT_S) == -how

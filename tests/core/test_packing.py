@@ -7,8 +7,6 @@ import itertools
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.datasets import quietly
 from tests.subprocesses import python
 
 TWIN = "packing"
@@ -54,12 +53,6 @@ class SubTensor(torch.Tensor):
 
 class SubFloat(float):
     pass
-
-
-def quietly(make: Callable[[], Any]) -> Any:
-    """Make one of the tensors of which torch warns that they are new, or old."""
-    with warnings.catch_warnings(action="ignore"):
-        return make()
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:

@@ -24,21 +24,9 @@ from minato.transforms.owned import OwnedGenerators
 from minato.workers import reading
 from minato.workers.plan import Pipeline, ReaderPlan
 from minato.workers.reading import Host
-from tests.datasets import Numbers
+from tests.parity.material import Holding
 from tests.scheduling.fakes import worker_plan
-
-
-class Small:
-    """One of many objects of a dataset."""
-
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
-
-
-class Holds(Numbers):
-    def __init__(self, held: Any) -> None:
-        super().__init__(8)
-        self.held = held
+from tests.transforms.test_owned import Holder
 
 
 def boxes(count: int) -> list[dict[str, Any]]:
@@ -46,16 +34,16 @@ def boxes(count: int) -> list[dict[str, Any]]:
 
 
 SHAPES: dict[str, Callable[[int], Any]] = {
-    "list of objects": lambda n: [Small() for _ in range(n)],
-    "dictionary of objects": lambda n: {i: Small() for i in range(n)},
-    "lists of objects": lambda n: [[Small() for _ in range(100)] for _ in range(n // 100)],
+    "list of objects": lambda n: [Holder() for _ in range(n)],
+    "dictionary of objects": lambda n: {i: Holder() for i in range(n)},
+    "lists of objects": lambda n: [[Holder() for _ in range(100)] for _ in range(n // 100)],
     "annotations": lambda n: {i: boxes(20) for i in range(n // 20)},
-    "objects with parts": lambda n: [Small(a=Small(), b=[Small()] * 9) for _ in range(n // 10)],
+    "objects with parts": lambda n: [Holder(a=Holder(), b=[Holder()] * 9) for _ in range(n // 10)],
     "tree of dictionaries": lambda n: {
         i: {j: dict.fromkeys(range(20), (i, j)) for j in range(20)} for i in range(n // 400)
     },
     "deep tuples": lambda n: functools.reduce(lambda made, i: (made, i), range(n), ()),
-    "long chain": lambda n: functools.reduce(lambda made, _: Small(after=made), range(n), None),
+    "long chain": lambda n: functools.reduce(lambda made, _: Holder(after=made), range(n), None),
     "partial lists": lambda n: [boxes(3) for _ in range(n // 3)],
 }
 
@@ -81,7 +69,7 @@ def counted() -> Any:
 def drop(held: Any) -> None:
     """Free a chain link by link: its end would recurse."""
     while held is not None:
-        held = vars(held).pop("after") if isinstance(held, Small) else None
+        held = vars(held).pop("after") if isinstance(held, Holder) else None
 
 
 USES: dict[str, Callable[[Any], object]] = {
@@ -98,7 +86,7 @@ USES: dict[str, Callable[[Any], object]] = {
 def test_calls_do_not_grow_with_the_dataset(shape: str, use: str) -> None:
     counts = []
     for size in (15_000, 45_000):
-        dataset = Holds(SHAPES[shape](size))
+        dataset = Holding(SHAPES[shape](size))
         USES[use](dataset)  # what happens once
         tries = []
         for _ in range(3):  # what depends on the time comes in some of them
@@ -126,7 +114,7 @@ def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Search, "run", counted_run)
     for name in ("minato.sources.base", "minato.streams.shards"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    loader = DataLoader(Holds(boxes(100)), 2)
+    loader = DataLoader(Holding(boxes(100)), 2)
     iterator = iter(loader)
     assert searched == []
     next(iterator)
@@ -138,21 +126,21 @@ def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_of_many_that_are_alike_the_first_decide() -> None:
     def found(items: list[Any]) -> int:
-        return len(OwnedGenerators({"dataset": Holds(items)}).names)
+        return len(OwnedGenerators({"dataset": Holding(items)}).names)
 
-    owner = Small(part=Small(rng=random.Random(0)))
-    others = [Small(part=Small(rng=random.Random(i))) for i in range(100)]
+    owner = Holder(part=Holder(rng=random.Random(0)))
+    others = [Holder(part=Holder(rng=random.Random(i))) for i in range(100)]
     assert found(others) == 100
-    assert found([Small(part=None) for _ in range(10)] + others) == 100
-    assert found([Small(part=None) for _ in range(100)] + [owner]) == 0
-    assert found([("a", [0.5, Small(part=None)])] * 10 + [("b", [0.5, owner])]) == 1
+    assert found([Holder(part=None) for _ in range(10)] + others) == 100
+    assert found([Holder(part=None) for _ in range(100)] + [owner]) == 0
+    assert found([("a", [0.5, Holder(part=None)])] * 10 + [("b", [0.5, owner])]) == 1
     # A list of that attribute which is too long for what is left does not hide what its neighbours of other kinds hold.
     assert found([["x"] * 600, ["y"] * 600, [owner]]) == 1
 
 
 def test_each_process_finds_the_same() -> None:
-    def make() -> Holds:
-        return Holds([Small(rng=random.Random(i), more=[Small()] * 40) for i in range(300)])
+    def make() -> Holding:
+        return Holding([Holder(rng=random.Random(i), more=[Holder()] * 40) for i in range(300)])
 
     names = [OwnedGenerators({"dataset": make()}).names for _ in range(2)]
     assert names[0] == names[1]

@@ -81,30 +81,31 @@ class Adds:
         return sample + 1
 
 
-def options_of(name: str, folder: Path) -> dict[str, Any]:
-    """Options that keep a log, a file or a thread."""
-    return {
-        "plain": {},
-        "unmeasured": {"observe": False},
-        "trace": {"observe": Observe(trace=folder / "trace.json")},
-        "errors": {"errors": minato.ErrorPolicy(on_error="skip", log=folder / "errors")},
-        "costs": {"stragglers": StragglerPolicy(history=folder)},
-        "record": {"recording": Record(folder / "order")},
-        "arrival": {"order": "arrival", "transforms": [Adds()]},
-        "transforms": {"transforms": [Adds()], "collate_fn": operator.itemgetter(0)},
-        "concurrent": {"fetch_concurrency": 3},
-        "cached": {"cache": MemoryCache(1 << 20, version="1"), "transforms": [Adds()]},
-        "fingerprint": {"cache": MemoryCache(1 << 20)},
-        "auto": {"num_workers": minato.AutoScale(max=2)},
-        "seeded": {"seed": 3, "shuffle": True},
-    }[name]
+OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "plain": lambda folder: {},
+    "unmeasured": lambda folder: {"observe": False},
+    "trace": lambda folder: {"observe": Observe(trace=folder / "trace.json")},
+    "errors": lambda folder: {"errors": minato.ErrorPolicy("skip", log=folder / "errors")},
+    "costs": lambda folder: {"stragglers": StragglerPolicy(history=folder)},
+    "record": lambda folder: {"recording": Record(folder / "order")},
+    "arrival": lambda folder: {"order": "arrival", "transforms": [Adds()]},
+    "transforms": lambda folder: {
+        "transforms": [Adds()],
+        "collate_fn": operator.itemgetter(0),
+    },
+    "concurrent": lambda folder: {"fetch_concurrency": 3},
+    "cached": lambda folder: {
+        "cache": MemoryCache(1 << 20, version="1"),
+        "transforms": [Adds()],
+    },
+    "fingerprint": lambda folder: {"cache": MemoryCache(1 << 20)},
+    "auto": lambda folder: {"num_workers": minato.AutoScale(max=2)},
+    "seeded": lambda folder: {"seed": 3, "shuffle": True},
+}
+"""Some of them keep a log, a file or a thread."""
 
 
 POOLS = loaders("inline", "threads", "fork", "forkserver")
-OPTIONS = (
-    *("plain", "unmeasured", "trace", "errors", "costs", "record", "arrival", "transforms"),
-    *("concurrent", "cached", "fingerprint", "auto", "seeded"),
-)
 DATASETS = {each.__name__: each for each in (Knows, Steady, Stateful, Coroutines, Stream)}
 BATCHES = (0, 3, None)
 """How many batches are taken before the iterator is dropped; None: all."""
@@ -132,13 +133,11 @@ def check(
 ) -> None:
     given = options()
     kind: Any = DATASETS[dataset]
-    if (
-        given.get("multiprocessing_context") != "forkserver"
-    ):  # a class that only this call has, and that knows it
+    if given.get("multiprocessing_context") == "forkserver":
+        made = kind()
+    else:  # a class that only this call has, and that knows it
         kind = type(dataset, (kind,), {})
-    made = kind()
-    if kind is not DATASETS[dataset]:
-        kind.newest = made
+        made = kind.newest = kind()
     reference = weakref.ref(made)
     begin(made, batches, **given)
     del made, kind, given
@@ -152,7 +151,7 @@ def check(
 
 
 def options(pool: str, name: str, persistent: bool, folder: Path) -> dict[str, Any]:
-    found = {**POOLS[pool], **options_of(name, folder)}
+    found = {**POOLS[pool], **OPTIONS[name](folder)}
     if persistent and found.get("num_workers"):
         found["persistent_workers"] = True
     return found
@@ -241,37 +240,29 @@ USES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("collected_on_request")
 @pytest.mark.filterwarnings("ignore:reader . ended by an exception")
 @sweep(use=[*USES], pool=["inline", "fork"], batches=[2, 100])
 def test_what_is_dropped_is_gone_without_a_collection(use: str, pool: str, batches: int) -> None:
     make, options = USES[use]
-    gc.collect()
-    gc.disable()
-    try:
-        dataset = make()
-        loader = DataLoader(dataset, **{"batch_size": 2, **POOLS[pool], **options})
-        kept: list[Any] = [weakref.ref(dataset), weakref.ref(loader)]
-        for _ in range(2):
-            iterator = iter(loader)
-            kept += [weakref.ref(iterator), weakref.ref(iterator._source)]  # type: ignore[attr-defined]
-            for _ in range(batches):
-                with contextlib.suppress(ValueError, RuntimeError, StopIteration):
-                    next(iterator)
-        del dataset, loader, iterator
-        assert not any(reference() for reference in kept)
-    finally:
-        gc.enable()
+    dataset = make()
+    loader = DataLoader(dataset, **{"batch_size": 2, **POOLS[pool], **options})
+    kept: list[Any] = [weakref.ref(dataset), weakref.ref(loader)]
+    for _ in range(2):
+        iterator = iter(loader)
+        kept += [weakref.ref(iterator), weakref.ref(iterator._source)]  # type: ignore[attr-defined]
+        for _ in range(batches):
+            with contextlib.suppress(ValueError, RuntimeError, StopIteration):
+                next(iterator)
+    del dataset, loader, iterator
+    assert not any(reference() for reference in kept)
 
 
+@pytest.mark.usefixtures("collected_on_request")
 def test_the_readers_of_a_thread_are_gone_without_a_collection() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        dataset = Parts(8)
-        loader = DataLoader(dataset, 2, **POOLS["threads"])
-        assert sum(map(len, loader)) == 8
-        gone = weakref.ref(dataset)
-        del dataset, loader
-        wait_until(lambda: gone() is None)
-    finally:
-        gc.enable()
+    dataset = Parts(8)
+    loader = DataLoader(dataset, 2, **POOLS["threads"])
+    assert sum(map(len, loader)) == 8
+    gone = weakref.ref(dataset)
+    del dataset, loader
+    wait_until(lambda: gone() is None)

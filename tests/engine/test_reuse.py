@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import random
 import threading
@@ -141,20 +140,17 @@ def test_a_report_tells_each_epoch_apart() -> None:
         assert notes.metrics.histograms["total"].count == 40
 
 
+@pytest.mark.usefixtures("collected_on_request")
 def test_an_epoch_that_is_over_leaves_its_engine_to_the_next() -> None:
     loader = DataLoader(Numbers(5), 2)
     iterator = iter(loader)
     engine = weakref.ref(engine_of(iterator))
-    gc.disable()
-    try:
-        assert indices(iterator) == FIRST
-        iterator = iter(loader)
-        assert engine_of(iterator) is engine()
-        assert indices(iterator) == FIRST
-        del loader, iterator
-        assert engine() is None
-    finally:
-        gc.enable()
+    assert indices(iterator) == FIRST
+    iterator = iter(loader)
+    assert engine_of(iterator) is engine()
+    assert indices(iterator) == FIRST
+    del loader, iterator
+    assert engine() is None
 
 
 def test_a_rank_of_many_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

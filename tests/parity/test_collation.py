@@ -11,7 +11,6 @@ import functools
 import io
 import pickle
 import re
-import warnings
 from collections import OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.utils.data import default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import minato
-from tests.datasets import TORCH_TAKES_BOOLS, Pair, Samples, outcomes
+from tests.datasets import TORCH_TAKES_BOOLS, Pair, Samples, outcomes, quietly
 from tests.edges.travellers import Attributed, Colour, Number, Subclass, Text
 from tests.parity.harness import (
     TorchLoader,
@@ -206,12 +205,6 @@ def numpy_samples() -> dict[str, list[Any]]:
         if code != "?" or TORCH_TAKES_BOOLS:
             samples[f"scalar-{code}"] = [first[0, 0], first[1, 0], first[0, 1]]
     return samples
-
-
-def quietly(make: Callable[[], Any]) -> Any:
-    """Call something that warns once in a process, that it is experimental."""
-    with warnings.catch_warnings(action="ignore"):
-        return make()
 
 
 def structured(n: int) -> Any:

@@ -70,7 +70,7 @@ KEYS = [
 
 @each
 @pytest.mark.parametrize("batch_size", [None, 1, 5])
-def test_keys_of_any_type(batch_size: Any, workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_keys_of_any_type(batch_size: Any, workers: Any, own: Any) -> None:
     def case(make: Any) -> Any:
         return [*make(Echo(), batch_size, sampler=KEYS, **workers)]
 
@@ -81,7 +81,7 @@ def test_keys_of_any_type(batch_size: Any, workers: dict[str, Any], own: dict[st
 
 @each
 def test_getitems_gets_python_integers_and_the_container_that_was_drawn(
-    workers: dict[str, Any], own: dict[str, Any]
+    workers: Any, own: Any
 ) -> None:
     def case(make: Any) -> Any:
         subset = data.Subset(Listed(20), [*range(19, 0, -2)])
@@ -108,7 +108,7 @@ class Both(Numbers):
 
 
 @each
-def test_getitems_that_is_none(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_getitems_that_is_none(workers: Any, own: Any) -> None:
     same_for_both(lambda make: [*make(Both(5), 2, **workers)], **own)
 
 
@@ -125,7 +125,7 @@ def test_indexing_means_the_type() -> None:
 
 
 @each
-def test_mappings_and_sequences_as_dataset(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_mappings_and_sequences_as_dataset(workers: Any, own: Any) -> None:
     samplers = {"sampler": ["b", "a"]}, {"sampler": [1, 1]}
     for dataset, options in (
         ({"a": 1, "b": 2}, samplers[0]),
@@ -165,7 +165,7 @@ class Counted:
 @pytest.mark.parametrize("size", [10**9, -1], ids=["billion", "endless"])
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
 def test_long_samplers_are_consumed_lazily(
-    size: int, batched: bool, workers: dict[str, Any], own: dict[str, Any]
+    size: int, batched: bool, workers: Any, own: Any
 ) -> None:
     prefetch = {"prefetch_factor": 3} if workers["num_workers"] else {}
 
@@ -190,7 +190,7 @@ def test_without_a_prefetch_factor_an_endless_sampler_is_not_run_through(workers
 
 
 @each
-def test_how_often_a_sampler_is_asked(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_how_often_a_sampler_is_asked(workers: Any, own: Any) -> None:
     for persistent in (False, True) if workers["num_workers"] else (False,):
 
         def case(make: Any, persistent: bool = persistent) -> Any:
@@ -223,7 +223,7 @@ class Deck:
 
 
 @each
-def test_a_sampler_that_is_its_own_iterator(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_a_sampler_that_is_its_own_iterator(workers: Any, own: Any) -> None:
     def case(make: Any) -> Any:
         loader = make(Numbers(7), batch_sampler=Deck(7), **workers)
         return [*loader], [*itertools.islice(loader, 3)], [*loader], torch.rand(2)
@@ -251,7 +251,7 @@ class Drawing(OnlyIter):
 
 
 @each
-def test_generators_after_each_batch(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_generators_after_each_batch(workers: Any, own: Any) -> None:
     prefetch = {"prefetch_factor": 2} if workers["num_workers"] else {}
 
     def case(make: Any) -> Any:
@@ -327,7 +327,7 @@ class Announced(OnlyIter):
 
 
 @each
-def test_batches_larger_than_any_usual_one(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_batches_larger_than_any_usual_one(workers: Any, own: Any) -> None:
     large = range(Announced.batch_size)
 
     def case(make: Any) -> Any:
@@ -347,7 +347,7 @@ def test_batches_larger_than_any_usual_one(workers: dict[str, Any], own: dict[st
 
 
 @each
-def test_without_batching(workers: dict[str, Any], own: dict[str, Any]) -> None:
+def test_without_batching(workers: Any, own: Any) -> None:
     samples = [
         *(1, 2.5, True, None, "text", b"bytes", 3j),
         *(np.float64(2), np.int8(1), np.bool_(True), np.arange(3), np.array(["text"]), np.array(5)),

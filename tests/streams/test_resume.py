@@ -706,14 +706,6 @@ class Locked(DatasetState):
             self.lock.release()
 
 
-@pytest.fixture
-def collected_on_request() -> Iterator[None]:
-    """No collection comes by itself."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.usefixtures("collected_on_request")
 @pytest.mark.parametrize("by", ["program", "loader"])
 def test_a_stream_is_not_asked_for_its_state_while_another_reads_it(by: str) -> None:
