@@ -12,16 +12,7 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from minato import DataLoader
-from tests.datasets import (
-    Filled,
-    Numbers,
-    Samples,
-    assert_same,
-    double,
-    flat,
-    indices,
-    plus_one,
-)
+from tests.datasets import Filled, Numbers, Samples, assert_same, double, flat, indices, plus_one
 from tests.parity.material import identity
 from tests.parity.test_collation import ODD
 from tests.selection import each

@@ -20,16 +20,7 @@ import torch.utils.data
 
 import minato
 from minato import DataLoader, ErrorPolicy, Readers
-from tests.datasets import (
-    ORDERS,
-    Failing,
-    Numbers,
-    Samples,
-    drain,
-    forked,
-    indices,
-    wait_until,
-)
+from tests.datasets import ORDERS, Failing, Numbers, Samples, drain, forked, indices, wait_until
 from tests.parity.material import Deadly
 from tests.selection import WORKERS, each, mostly_slow
 

@@ -105,8 +105,7 @@ def test_batches_that_the_dataset_gets_as_a_whole(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [list("abacaba"), [(1, 2), (1, 3), (1, 2), 1, None, 1.5, 2**70, "a"], [np.int64(3)] * 4],
+    "keys", [list("abacaba"), [(1, 2), (1, 3), (1, 2), 1, None, 1.5, 2**70, "a"], [np.int64(3)] * 4]
 )
 def test_keys_of_any_kind(keys: list[Any]) -> None:
     class Keyed(Numbers):

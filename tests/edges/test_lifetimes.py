@@ -89,15 +89,9 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "costs": lambda folder: {"stragglers": StragglerPolicy(history=folder)},
     "record": lambda folder: {"recording": Record(folder / "order")},
     "arrival": lambda folder: {"order": "arrival", "transforms": [Adds()]},
-    "transforms": lambda folder: {
-        "transforms": [Adds()],
-        "collate_fn": operator.itemgetter(0),
-    },
+    "transforms": lambda folder: {"transforms": [Adds()], "collate_fn": operator.itemgetter(0)},
     "concurrent": lambda folder: {"fetch_concurrency": 3},
-    "cached": lambda folder: {
-        "cache": MemoryCache(1 << 20, version="1"),
-        "transforms": [Adds()],
-    },
+    "cached": lambda folder: {"cache": MemoryCache(1 << 20, version="1"), "transforms": [Adds()]},
     "fingerprint": lambda folder: {"cache": MemoryCache(1 << 20)},
     "auto": lambda folder: {"num_workers": minato.AutoScale(max=2)},
     "seeded": lambda folder: {"seed": 3, "shuffle": True},

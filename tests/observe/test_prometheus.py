@@ -274,8 +274,7 @@ def test_what_the_environment_asks_for_ends_no_training(
 
 
 @pytest.mark.parametrize(
-    "port",
-    [-1, 65536, "host", "host:", True, 1.5, "²", "٣", "1²", "-1", "65536", "1.0", ("host",)],
+    "port", [-1, 65536, "host", "host:", True, 1.5, "²", "٣", "1²", "-1", "65536", "1.0", ("host",)]
 )
 def test_what_is_no_port(port: Any) -> None:
     with pytest.raises(ValueError, match="is no port: give a number up to 65535, .*'0.0.0.0:9100'"):

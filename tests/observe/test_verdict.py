@@ -12,16 +12,7 @@ from typing import Any
 
 import pytest
 
-from minato import (
-    Arrival,
-    DataLoader,
-    FastFirst,
-    FetchOptions,
-    Readers,
-    Record,
-    Replay,
-    SharedPool,
-)
+from minato import Arrival, DataLoader, FastFirst, FetchOptions, Readers, Record, Replay, SharedPool
 from minato._support.values import digits, seconds
 from minato.caching import MemoryCache
 from minato.observe.figures import (

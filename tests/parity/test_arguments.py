@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 
 import minato
 from tests.datasets import Numbers, Parts, Stream, flat

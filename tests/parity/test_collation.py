@@ -26,14 +26,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import minato
 from tests.datasets import TORCH_TAKES_BOOLS, Pair, Samples, outcomes, quietly
 from tests.edges.travellers import Attributed, Colour, Number, Subclass, Text
-from tests.parity.harness import (
-    TorchLoader,
-    attempt,
-    describe,
-    each,
-    same_for_both,
-    without_worker,
-)
+from tests.parity.harness import TorchLoader, attempt, describe, each, same_for_both, without_worker
 from tests.parity.material import identity
 from tests.selection import mostly_slow
 

@@ -74,12 +74,7 @@ def told(mistake: Mistake, loader: type) -> Told:
     return Told(error, "\n".join(text))
 
 
-def row(
-    *told: str,
-    dataset: Any = FOUR,
-    better: bool | None = True,
-    **arguments: Any,
-) -> Mistake:
+def row(*told: str, dataset: Any = FOUR, better: bool | None = True, **arguments: Any) -> Mistake:
     """The mistake to iterate over a loader with these arguments."""
     return Mistake(lambda make: list(make(dataset, **arguments)), told, better)
 
@@ -339,8 +334,7 @@ OWN = {
             *("sample_timeout=3", "use num_workers=1 or more"), errors=ErrorPolicy(sample_timeout=3)
         ),
         "cache without its package": without(
-            *("lmdb", "cache"),
-            lambda: minato.caching.DiskCache(tempfile.gettempdir(), 1 << 20),
+            *("lmdb", "cache"), lambda: minato.caching.DiskCache(tempfile.gettempdir(), 1 << 20)
         ),
         "metrics without their package": without(
             "prometheus_client", "metrics", lambda: Observe(metrics=0)

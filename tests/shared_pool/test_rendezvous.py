@@ -27,13 +27,7 @@ import pytest
 
 from minato._support import files
 from minato.shared_pool import channel
-from minato.shared_pool.channel import (
-    Channel,
-    RankListener,
-    WrongKeyError,
-    connected,
-    peer_of,
-)
+from minato.shared_pool.channel import Channel, RankListener, WrongKeyError, connected, peer_of
 from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous
 from tests.datasets import wait_until
 from tests.disks import without_descriptors

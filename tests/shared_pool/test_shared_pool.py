@@ -39,15 +39,7 @@ from tests.datasets import (
     wait_until,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import (
-    Job,
-    dealt,
-    in_turn,
-    pooled,
-    pretended_device,
-    refused,
-    run,
-)
+from tests.shared_pool.jobs import Job, dealt, in_turn, pooled, pretended_device, refused, run
 from tests.subprocesses import children
 
 

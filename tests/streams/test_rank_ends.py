@@ -190,12 +190,7 @@ def check_history(seed: int, in_ranks: Run, workers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("workers", "seeds"),
     mostly_slow(
-        [
-            ((0,), range(7)),
-            ((0, 1, 2), range(2)),
-            ((0,), range(7, 150)),
-            ((0, 1, 2), range(2, 30)),
-        ],
+        [((0,), range(7)), ((0, 1, 2), range(2)), ((0,), range(7, 150)), ((0, 1, 2), range(2, 30))],
         quick=2,
     ),
 )

@@ -16,15 +16,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from minato import (
-    CostBatches,
-    DataLoader,
-    ErrorPolicy,
-    MinatoWarning,
-    Readers,
-    mix,
-    shuffle,
-)
+from minato import CostBatches, DataLoader, ErrorPolicy, MinatoWarning, Readers, mix, shuffle
 from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
 from tests.behaviour.test_resume import Around
 from tests.datasets import ORDERS, add_draws, three_draws, wait_until
