@@ -60,15 +60,23 @@ def _name_of(value: Any) -> str:
     return str(getattr(value, "__name__", value))
 
 
-def mostly_slow(values: Iterable[Any], quick: int = 1) -> list[Any]:
-    """Parameters of which only the first run in ``make test``; tuples where there are several names."""
-    return [
+def mostly_slow(names: Any, values: Iterable[Any], quick: int = 1, **options: Any) -> Any:
+    """The mark of a test with parameters of which only the first run in ``make test``.
+
+    Args:
+        names: One name, or a tuple; values are tuples then.
+        values: Of the parameters.
+        quick: How many run in ``make test``.
+        **options: Others of ``parametrize``.
+    """
+    cases = [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
             marks=[] if number < quick else [pytest.mark.slow],
         )
         for number, value in enumerate(values)
     ]
+    return pytest.mark.parametrize(names, cases, **options)
 
 
 def numbers_for(seconds: float, first: int) -> Iterator[int]:

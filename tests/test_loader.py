@@ -60,7 +60,7 @@ THOROUGHLY = [
 
 
 @each_of(WORKERS)
-@pytest.mark.parametrize("order", mostly_slow(ORDERS))
+@mostly_slow("order", ORDERS)
 def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
     processes = workers["num_workers"] if "workers" not in workers else 0
     for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:

@@ -194,7 +194,7 @@ TIMED_OUT: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(TIMED_OUT, quick=2))
+@mostly_slow("name", TIMED_OUT, quick=2)
 def test_a_timeout_says_what_runs_and_where(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The worker answers, however busy the machine; nor does the end wait for it.
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)

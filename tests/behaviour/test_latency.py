@@ -117,9 +117,10 @@ FETCH: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("kind", "workers", "fetch"),
-    mostly_slow(pairwise(itertools.product((Unsteady, UnsteadyLater), WORKERS, FETCH)), quick=5),
+    pairwise(itertools.product((Unsteady, UnsteadyLater), WORKERS, FETCH)),
+    quick=5,
 )
 def test_batches_do_not_depend_on_latency(
     kind: type[SQLite], workers: str, fetch: str, database: Path, tmp_path: Path
@@ -152,7 +153,7 @@ def test_nor_do_they_in_worker_threads(kind: type[SQLite], database: Path) -> No
         assert got == expected
 
 
-@pytest.mark.parametrize("order", mostly_slow(["arrival", "fast_first", "batch"], quick=2))
+@mostly_slow("order", ["arrival", "fast_first", "batch"], quick=2)
 def test_in_other_orders_the_samples_are_the_same(order: str, database: Path) -> None:
     how = {"num_workers": 2, "fetch_concurrency": 5, "order": order}
     expected = delivered(source(SQLite, database), [augmented])

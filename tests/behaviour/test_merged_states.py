@@ -47,9 +47,8 @@ def resumed(loaders: list[Any], state: Any) -> list[Any]:
     return loaders
 
 
-@pytest.mark.parametrize(
-    ("order", "num_workers"),
-    mostly_slow([(order, workers) for workers in (2, 0) for order in ORDERS], quick=1),
+@mostly_slow(
+    ("order", "num_workers"), [(order, workers) for workers in (2, 0) for order in ORDERS], quick=1
 )
 def test_two_ranks_go_on_as_three_and_as_one(order: str, num_workers: int) -> None:
     """Samples, with their random numbers, are those of the uninterrupted epoch, and so is the epoch after."""

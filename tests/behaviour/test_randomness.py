@@ -112,16 +112,14 @@ class Rarely(Numbers):
         return [float(index), *(self.draw() for _ in range(2) if index % 97 == 96)]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "num_workers"),
-    mostly_slow(
-        [
-            *((name, 0) for name in RARE),
-            *(("numpy", 1), ("torch", 2), ("helper", 7)),
-            *((name, 2) for name in RARE if name != "torch"),
-        ],
-        quick=len(RARE) + 3,
-    ),
+    [
+        *((name, 0) for name in RARE),
+        *(("numpy", 1), ("torch", 2), ("helper", 7)),
+        *((name, 2) for name in RARE if name != "torch"),
+    ],
+    quick=len(RARE) + 3,
 )
 def test_samples_that_rarely_draw(name: str, num_workers: int) -> None:
     draw = RARE[name]

@@ -28,9 +28,7 @@ def draws(batches: Any) -> list[list[tuple[float, ...]]]:
     return [*map(rows, batches)]
 
 
-@pytest.mark.parametrize(
-    "order", mostly_slow(["arrival", "batch", "fast_first", "strict"], quick=2)
-)
+@mostly_slow("order", ["arrival", "batch", "fast_first", "strict"], quick=2)
 def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
 

@@ -91,8 +91,8 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", mostly_slow([2, 0]))
-@pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=4))
+@mostly_slow("num_workers", [2, 0])
+@mostly_slow("sampler", SAMPLERS, quick=4)
 def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: int) -> None:
     def loader() -> Any:
         return make(num_workers=num_workers, **SAMPLERS[sampler]())
@@ -303,7 +303,7 @@ def test_persistent_workers_and_the_epochs_after(options: dict[str, Any]) -> Non
     assert [got + epoch(later), epoch(later)] == expected[1:3]
 
 
-@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
+@mostly_slow("order", ["strict", "arrival"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -> None:
     def loader(epoch: int = 0) -> Any:
@@ -355,10 +355,7 @@ class Shuffling(InOrder):
         self._rng.setstate((version, tuple(words), gauss))
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "batches"),
-    mostly_slow([(0, 0), (0, 8), (2, 3), (0, 3), (2, 0), (2, 8)], quick=3),
-)
+@mostly_slow(("num_workers", "batches"), [(0, 0), (0, 8), (2, 3), (0, 3), (2, 0), (2, 8)], quick=3)
 def test_a_sampler_of_another_seed_goes_on_with_the_state_of_the_first(
     num_workers: int, batches: int
 ) -> None:
@@ -471,7 +468,7 @@ class Counting(Stateful, Numbers):
         return 100 * index + self.given
 
 
-@pytest.mark.parametrize("num_workers", mostly_slow([0, 2, 1], quick=2))
+@mostly_slow("num_workers", [0, 2, 1], quick=2)
 def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
     def loader() -> Any:
         return DataLoader(Counting(20), 3, num_workers=num_workers, compat="torch", shuffle=False)
@@ -608,16 +605,14 @@ class Both(Cursors):
         self.offset = state["offset"]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("stream", "num_workers", "every"),
-    mostly_slow(
-        [
-            *((Both, 0, "auto"), (Both, 1, "auto")),
-            *((stream, 2, every) for every in (3, 2, None, 1) for stream in (Both, Steps, Cursors)),
-            (Both, 3, "auto"),
-        ],
-        quick=3,
-    ),
+    [
+        *((Both, 0, "auto"), (Both, 1, "auto")),
+        *((stream, 2, every) for every in (3, 2, None, 1) for stream in (Both, Steps, Cursors)),
+        (Both, 3, "auto"),
+    ],
+    quick=3,
 )
 def test_iterable_datasets(stream: Any, num_workers: int, every: Any) -> None:
     """However often their state is taken; ``tests/streams/test_resume.py`` has more of them and of their readers."""
@@ -749,9 +744,8 @@ WHOLE_EPOCHS = pairwise(
 
 
 @pytest.mark.filterwarnings("ignore:.*deliver the same items")  # one dataset is not split
-@pytest.mark.parametrize(
-    ("stream", "num_workers", "every"),
-    mostly_slow(sorted(WHOLE_EPOCHS, key=lambda case: case[1] > 0), quick=5),
+@mostly_slow(
+    ("stream", "num_workers", "every"), sorted(WHOLE_EPOCHS, key=lambda case: case[1] > 0), quick=5
 )
 def test_whole_epochs_follow_a_state_from_any_moment(
     stream: Any, num_workers: int, every: Any

@@ -236,10 +236,10 @@ def signal_at_the_end_of_workers(number: int, *place: str) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM]))
-@pytest.mark.parametrize(
+@mostly_slow("number", [signal.SIGINT, signal.SIGTERM])
+@mostly_slow(
     "options",
-    mostly_slow([{}, {"persistent_workers": True}, {"workers": "thread"}]),
+    [{}, {"persistent_workers": True}, {"workers": "thread"}],
     ids=["processes", "persistent", "threads"],
 )
 def test_a_signal_while_a_dropped_iterator_ends_its_workers(

@@ -383,7 +383,7 @@ def deadly(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-@pytest.mark.parametrize("order", mostly_slow(ORDERS))
+@mostly_slow("order", ORDERS)
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_collate_fn_that_ends_its_process_is_named(order: str, on_error: str) -> None:
     options = {"num_workers": 2, "order": order, "errors": on_error}
@@ -412,7 +412,7 @@ def stuck_once(number: int) -> None:
         time.sleep(60)
 
 
-@pytest.mark.parametrize("method", mostly_slow(["fork", "spawn"]))
+@mostly_slow("method", ["fork", "spawn"])
 def test_a_worker_init_fn_that_hangs_is_ended(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_loader_that_loses_a_batch_in_the_second_epoch_fails_the_run():
         run_trial(contender, TINY, TINY.make(TINY.samples), seed=0)
 
 
-@pytest.mark.parametrize("loader", mostly_slow(CONTENDERS, quick=3))
+@mostly_slow("loader", CONTENDERS, quick=3)
 def test_every_loader_runs_and_is_reported(loader):
     names = ("torch", loader) if loader != "torch" else ("torch",)
     said: list[str] = []

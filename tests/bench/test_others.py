@@ -79,7 +79,7 @@ def test_a_run_of_dlio_with_too_few_steps_has_no_figure(
     assert f"minato.patch(), prefetch_size=2: steps [{whole}, {whole - 1}]" in page
 
 
-@pytest.mark.parametrize("name", mostly_slow(["minato", "torch", "minato-share"]))
+@mostly_slow("name", ["minato", "torch", "minato-share"])
 def test_start_up_is_measured(name: str) -> None:
     reading = spdl.startup(name, "fork", 1, 1, 1)
     assert reading["cold_s"] > 0

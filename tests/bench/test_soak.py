@@ -30,7 +30,7 @@ class Together(Numbers):
 
 
 @pytest.mark.parametrize(("row", "count", "last"), [("epochs", 20, -1), ("samples", 100_000, 10)])
-@pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
+@mostly_slow("order", soak.ORDERS)
 def test_a_job_opens_no_more_as_it_goes_on(
     order: str, row: str, count: int, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

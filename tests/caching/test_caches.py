@@ -120,9 +120,8 @@ DRAWS: list[Callable[[float], float]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "draw"),
-    mostly_slow([(number, draw) for number in (0, 1) for draw in DRAWS], quick=5),
+@mostly_slow(
+    ("num_workers", "draw"), [(number, draw) for number in (0, 1) for draw in DRAWS], quick=5
 )
 def test_random_transforms_before_the_cache_are_refused(
     draw: Any, num_workers: int, disk: Any
@@ -171,9 +170,8 @@ class Drawing(Numbers):
         return index + random.randrange(9)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers"),
-    mostly_slow([(name, number) for number in (0, 1) for name in OWNED], quick=5),
+@mostly_slow(
+    ("name", "num_workers"), [(name, number) for number in (0, 1) for name in OWNED], quick=5
 )
 def test_generators_of_their_own_before_the_cache(name: str, num_workers: int, disk: Any) -> None:
     make, draw = OWNED[name]

@@ -191,7 +191,7 @@ def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
     use(cache, 2)
 
 
-@pytest.mark.parametrize("turns", mostly_slow([6, 30]))
+@mostly_slow("turns", [6, 30])
 def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path, turns: int) -> None:
     def work(thread: int) -> None:
         for turn in range(turns):

@@ -118,20 +118,18 @@ def test_a_script_from_a_pipe_and_without_stderr_has_its_output_alone(tmp_path: 
     assert (done.returncode, done.stdout, done.stderr) == (0, "__main__\n", "")
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("source", "status"),
-    mostly_slow(
-        [
-            ("def fail():\n    1 / 0\nfail()", 1),
-            ("raise SystemExit(7)", 7),
-            ("import sys; sys.exit('no data')", 1),
-            ("raise KeyboardInterrupt", -signal.SIGINT),
-            ("import atexit; atexit.register(print, 'last')", 0),
-            ("import sys; sys.exit()", 0),
-            ("x = (", 1),
-            ("import sys; sys.excepthook = print; 1 / 0", 1),
-        ]
-    ),
+    [
+        ("def fail():\n    1 / 0\nfail()", 1),
+        ("raise SystemExit(7)", 7),
+        ("import sys; sys.exit('no data')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import atexit; atexit.register(print, 'last')", 0),
+        ("import sys; sys.exit()", 0),
+        ("x = (", 1),
+        ("import sys; sys.excepthook = print; 1 / 0", 1),
+    ],
 )
 def test_the_exit_status_and_the_last_words_are_those_of_the_script(
     tmp_path: Path, source: str, status: int
@@ -154,7 +152,7 @@ def test_a_script_imports_the_modules_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", mostly_slow([0, 1]))
+@mostly_slow("rank", [0, 1])
 def test_reports_are_written_for_a_job_that_cannot_be_edited(tmp_path: Path, rank: int) -> None:
     source = plain(["a", "b"])
     file = tmp_path / ("report.rank1.json" if rank else "report.json")
@@ -301,20 +299,18 @@ def layout(folder: Path) -> None:
     py_compile.compile(str(folder / "probe.py"), cfile=str(folder / "compiled.pyc"))
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "command",
-    mostly_slow(
-        [
-            "probe.py spawn -- --lr 1 -h -m",
-            "-m package spawn x",
-            "-X dev -m package.module -- -m",
-            "linked/../linked/link.py x",
-            "directory spawn x",
-            "file.zip x",
-            "compiled.pyc x",
-            "-P directory x",
-        ]
-    ),
+    [
+        "probe.py spawn -- --lr 1 -h -m",
+        "-m package spawn x",
+        "-X dev -m package.module -- -m",
+        "linked/../linked/link.py x",
+        "directory spawn x",
+        "file.zip x",
+        "compiled.pyc x",
+        "-P directory x",
+    ],
 )
 def test_a_script_sees_what_python_shows_it(tmp_path: Path, command: str) -> None:
     layout(tmp_path)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 from minato._core import codes
 from tests.core.ledger_tools import LAYOUT, SLOT, Desk, values
 from tests.selection import mostly_slow
@@ -346,7 +344,7 @@ class Twins:
         self.bytes_are_the_same()
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), quick=2))
+@mostly_slow("seed", range(6), quick=2)
 def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> None:
     """As many operations as a loader performs: thousands, with few kills and cancels between."""
     draw = random.Random(seed)

@@ -212,9 +212,7 @@ def test_indices_of_any_behaviour(kind: str, workers: str, bad: Any, tmp_path: P
         check_views(loader)
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_slow(["ReprRaises", "ReprHasSurrogates", "ReprIsLong", "OddNumber"])
-)
+@mostly_slow("kind", ["ReprRaises", "ReprHasSurrogates", "ReprIsLong", "OddNumber"])
 def test_a_worker_that_dies_on_such_an_index(kind: str) -> None:
     keys = [KEYS[kind](i) for i in range(SIZE)]
     loader = DataLoader(Keyed(die), BATCH, sampler=keys, errors="skip", **forked(2))
@@ -231,7 +229,7 @@ def test_a_worker_that_dies_on_such_an_index(kind: str) -> None:
     assert "while it ran the sample with index" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["ReprHasSurrogates", "ReprRaises", "ReprIsLong"]))
+@mostly_slow("kind", ["ReprHasSurrogates", "ReprRaises", "ReprIsLong"])
 def test_such_an_index_that_takes_too_long(kind: str) -> None:
     keys = [KEYS[kind](i) for i in range(SIZE)]
     policy = ErrorPolicy("skip", sample_timeout=3.0)  # others may get no time
@@ -472,7 +470,7 @@ class NamedThree(Step):
 STEPS = (OddStep, LongStep, SurrogateStep, AnyAttribute, NoAttribute, NamedThree)
 
 
-@pytest.mark.parametrize("workers", mostly_slow(WORKERS))
+@mostly_slow("workers", WORKERS)
 @pytest.mark.parametrize("kind", STEPS, ids=range(len(STEPS)))
 def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")

@@ -73,9 +73,7 @@ WAYS = [
 SOME = random.Random(5).sample([way for way in WAYS if way[0] != "forkserver"], 10)
 
 
-@pytest.mark.parametrize(
-    ("kind", "order", "persistent"), mostly_slow(dict.fromkeys(SOME + pairwise(WAYS)), 10)
-)
+@mostly_slow(("kind", "order", "persistent"), dict.fromkeys(SOME + pairwise(WAYS)), 10)
 def test_samples_see_what_the_loop_has_prepared(
     kind: str, order: str, persistent: bool, tmp_path: Path
 ) -> None:
@@ -388,18 +386,16 @@ OWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("own", "workers", "stays"),
-    mostly_slow(
-        dict.fromkeys(
-            [
-                *((own, 0, False) for own in OWN),
-                *((own, 2, True) for own in ("seed", "generator", "distributed")),
-                *((own, 2, stays) for own in OWN for stays in (True, False)),
-            ]
-        ),
-        quick=len(OWN) + 3,
+    dict.fromkeys(
+        [
+            *((own, 0, False) for own in OWN),
+            *((own, 2, True) for own in ("seed", "generator", "distributed")),
+            *((own, 2, stays) for own in OWN for stays in (True, False)),
+        ]
     ),
+    quick=len(OWN) + 3,
 )
 def test_an_epoch_that_is_chosen_before_the_first_batch(
     own: str, workers: int, stays: bool
@@ -510,7 +506,7 @@ def plain_batches(batches: Any) -> list[Any]:
     return [plain(batch) for batch in batches]
 
 
-@pytest.mark.parametrize(("kind", "host"), mostly_slow(ANY_MOMENT, quick=12))
+@mostly_slow(("kind", "host"), ANY_MOMENT, quick=12)
 def test_an_epoch_is_the_same_whenever_it_is_chosen(kind: Any, host: str) -> None:
     """Before ``iter()`` or after it; in the first epoch, a later one, or the one after a state; and when resumed."""
 

@@ -199,9 +199,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 SOME = random.Random(3).sample(CASES, 70)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("cases", "few"),
-    mostly_slow([(SOME, SOME[:5]), (pairwise(CASES), random.Random(4).sample(CASES, 60))]),
+    [(SOME, SOME[:5]), (pairwise(CASES), random.Random(4).sample(CASES, 60))],
     ids=["some", "all"],
 )
 def test_what_raises_is_torchs_affair(cases: list[Any], few: list[Any]) -> None:

@@ -301,7 +301,7 @@ def epoch(case: Case, loader: DataLoader, forking: Forking) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:0 samples of this epoch:minato.MinatoWarning")
-@pytest.mark.parametrize("case", mostly_slow([(case,) for case in CASES], 30), ids=str)
+@mostly_slow("case", [(case,) for case in CASES], 30, ids=str)
 def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     kinds = {"list": ForkingLists, "result": ForkingResults, "policy": Failing}
@@ -482,7 +482,7 @@ def test_a_slot_that_another_process_lends_is_kept_while_a_child_holds_its_batch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", mostly_slow(["after the first", "before the first", "at the end"]))
+@mostly_slow("when", ["after the first", "before the first", "at the end"])
 def test_a_child_goes_on_with_the_iterator(kind: str, when: str) -> None:
     """With a copy where there are no workers or threads, otherwise by an error; never by waiting."""
     loader, owner = rows(kind), os.getpid()
@@ -841,9 +841,7 @@ KILLING = [
 ]
 
 
-@pytest.mark.parametrize(
-    "number", mostly_slow(sorted(KILLING, key=lambda number: number not in (1, 9, 11, 37, 64)), 5)
-)
+@mostly_slow("number", sorted(KILLING, key=lambda number: number not in (1, 9, 11, 37, 64)), 5)
 def test_a_worker_that_any_signal_kills_is_replaced(number: int, tmp_path: Path) -> None:
     loader = DataLoader(Dying(number, tmp_path / "flag"), 4, **KINDS["fork"])
     with pytest.warns(

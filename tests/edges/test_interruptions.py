@@ -286,7 +286,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.05, 4, 3), (0.5, 12, 50)]))
+@mostly_slow(("chance", "epochs", "least"), [(0.05, 4, 3), (0.5, 12, 50)])
 def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
     interrupter = Interrupter(chance)
     most = epochs if kind != "processes" else epochs // 3 + 1
@@ -427,7 +427,7 @@ VISITED = {"cost": measured_batches, "threads, cost": measured_batches, "stream"
 
 
 @pytest.mark.parametrize("kind", VISITED)
-@pytest.mark.parametrize("epochs", mostly_slow([30, 600]))
+@mostly_slow("epochs", [30, 600])
 def test_any_visit_of_a_line(kind: str, epochs: int) -> None:
     interrupter = Interrupter(0.02, 1 << 30, (str(VISITED[kind].__file__),))
     for _ in range(epochs // 5 if "threads" in kind else epochs):
@@ -569,7 +569,7 @@ def numbers(epochs: Numbered, make: Callable[[], Any], most: int) -> None:
 
 
 @pytest.mark.parametrize("kind", NUMBERED)
-@pytest.mark.parametrize(("chance", "most", "least"), mostly_slow([(0.1, 4, 10), (0.2, 200, 50)]))
+@mostly_slow(("chance", "most", "least"), [(0.1, 4, 10), (0.2, 200, 50)])
 def test_an_interrupted_iter_begins_the_same_epoch_again(
     kind: str, chance: float, most: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,7 @@ ALL = [
 SOME = pairwise(each for each in ALL if each[0] != "forkserver")[:16]
 
 
-@pytest.mark.parametrize("cases", mostly_slow([SOME, pairwise(ALL)]), ids=["some", "more"])
+@mostly_slow("cases", [SOME, pairwise(ALL)], ids=["some", "more"])
 def test_cycles_through_the_dataset_are_collected(cases: list[Any], tmp_path: Path) -> None:
     # What is made once, such as the fork server, is made here.
     for pool in {case[0] for case in cases}:

@@ -240,7 +240,7 @@ def prepared(accelerate: Any, loader: Any, **options: Any) -> Any:
     return accelerate.Accelerator(cpu=True, dataloader_config=config).prepare(loader)
 
 
-@pytest.mark.parametrize("workers", mostly_slow([0, 2]))
+@mostly_slow("workers", [0, 2])
 @pytest.mark.parametrize("own", ["seed", "distributed", "sequential"])
 def test_accelerate_skips_the_batches_that_were_trained(
     own: str, workers: int, accelerate: Any
@@ -259,7 +259,7 @@ def test_accelerate_skips_the_batches_that_were_trained(
 
 
 @pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("workers", mostly_slow([0, 2]))
+@mostly_slow("workers", [0, 2])
 def test_accelerates_stateful_loaders_are_ours(
     workers: int, seedable: bool, accelerate: Any
 ) -> None:

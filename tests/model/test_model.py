@@ -97,9 +97,7 @@ def test_every_interleaving_of_a_larger_setting(setting: Setting) -> None:
     test_every_interleaving_delivers_everything_once(setting)
 
 
-@pytest.mark.parametrize(
-    "mutation", mostly_slow(MUTATIONS, quick=3), ids=lambda mutation: mutation.__name__
-)
+@mostly_slow("mutation", MUTATIONS, quick=3, ids=lambda mutation: mutation.__name__)
 def test_mistakes_are_found(mutation: type[Ledger]) -> None:
     report = play(mutation(MUTATIONS[mutation]))
     assert report.fault is not None

@@ -315,7 +315,7 @@ class StartMethod(Dataset[str]):
         return type(multiprocessing.current_process()).__name__
 
 
-@pytest.mark.parametrize("method", mostly_slow(["fork", "spawn", "forkserver"]))
+@mostly_slow("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing_context_by_name_and_by_object(method: str) -> None:
     objects = [each.get_context(method) for each in (multiprocessing, torch.multiprocessing)]
     for context in (method, *objects):

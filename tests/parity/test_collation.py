@@ -421,7 +421,7 @@ MUTILATED_BY_TORCH = {"conjugate", "quantized"}
 """Its workers lose what is not in a tensor's storage."""
 
 
-@pytest.mark.parametrize("how", mostly_slow(CONVERSIONS))
+@mostly_slow("how", CONVERSIONS)
 def test_collate_fn_may_return_anything(how: str) -> None:
     def made(names: list[str], make: Any, workers: int) -> Any:
         return collated(make, names, collate_fn=CONVERSIONS[how], num_workers=workers)

@@ -217,7 +217,7 @@ def test_in_line() -> None:
     same_for_both(lambda make: seen_in_each_place(make, alike, {}))
 
 
-@pytest.mark.parametrize("names", mostly_slow([(part,) for part in PARTS]), ids=repr)
+@mostly_slow("names", [(part,) for part in PARTS], ids=repr)
 def test_in_a_process(names: tuple[str, ...]) -> None:
     actions = {name: ACTIONS[name] for name in names}
     same_for_both(lambda make: seen_in_each_place(make, actions, {"num_workers": 1}))

@@ -68,7 +68,7 @@ def pinned(make: Any, *arguments: Any, **options: Any) -> Any:
 
 @AS_TORCH_IS_NOW
 @each
-@pytest.mark.parametrize("device", mostly_slow(["", "cuda", "sideways", "xpu"], quick=3))
+@mostly_slow("device", ["", "cuda", "sideways", "xpu"], quick=3)
 def test_without_an_accelerator_a_warning_says_so(device: str, workers: Any, own: Any) -> None:
     def case(make: Any) -> Any:
         loader = make(Tensors(5), 2, pin_memory=True, pin_memory_device=device, **workers)

@@ -153,7 +153,7 @@ AUGMENTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dataset", [Drawing(13), DrawingStream(5)], ids=["map", "stream"])
-@pytest.mark.parametrize("name", mostly_slow(AUGMENTED, quick=5))
+@mostly_slow("name", AUGMENTED, quick=5)
 def test_augmentations_are_torchs_bit_for_bit(name: str, dataset: Any) -> None:
     options = {"batch_size": 2, **AUGMENTED[name]}
     stream = isinstance(dataset, DrawingStream)

@@ -290,7 +290,7 @@ class Together(Numbers):
         return index
 
 
-@pytest.mark.parametrize("batch_size", mostly_slow([4, None, 1]))
+@mostly_slow("batch_size", [4, None, 1])
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_barrier_across_all_workers(method: str, number: int, batch_size: Any) -> None:
@@ -314,7 +314,7 @@ def test_barrier_with_torchs_own_assignment() -> None:
 
 
 @AS_TORCH_IS_NOW
-@pytest.mark.parametrize("prefetch", mostly_slow([2, 1, 3]))
+@mostly_slow("prefetch", [2, 1, 3])
 def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> None:
     """It gets no more batches than its share of all that may be in flight; the others get those."""
 

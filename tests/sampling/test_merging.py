@@ -243,7 +243,7 @@ def history(number: int) -> None:
         each.progress.finish()
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 4_000, 50)))
+@mostly_slow("first", range(0, 4_000, 50))
 def test_what_is_left_is_dealt_anew_whatever_the_numbers_of_ranks(first: int) -> None:
     for number in range(first, first + 50):
         history(number)
@@ -287,7 +287,7 @@ def history_by_cost(number: int) -> None:
     assert sum(each.samples for each in found) == len(got)
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 50)))
+@mostly_slow("first", range(0, 1_000, 50))
 def test_batches_by_cost_are_dealt_anew(first: int) -> None:
     for number in range(first, first + 50):
         history_by_cost(number)
@@ -337,7 +337,7 @@ def history_of_accelerate(number: int, shard: Any) -> None:
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 50)))
+@mostly_slow("first", range(0, 1_000, 50))
 def test_batches_that_accelerate_divides_are_dealt_anew(first: int) -> None:
     shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
     for number in range(first, first + 50):

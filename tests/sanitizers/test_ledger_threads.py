@@ -44,7 +44,7 @@ def run(program: Path, seed: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("sanitizer", mostly_slow(["thread", "address,undefined"]))
+@mostly_slow("sanitizer", ["thread", "address,undefined"])
 def test_the_protocol_has_no_finding(sanitizer: str, tmp_path: Path) -> None:
     program = build(sanitizer, CORE, tmp_path)
     for seed in (1, 2):

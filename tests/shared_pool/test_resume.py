@@ -70,9 +70,7 @@ def rest(states: list[Any], **arguments: Any) -> list[Any]:
     return list(zip(*run(program), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("order", "persistent"), mostly_slow(zip(ORDERS, [True, False] * 2, strict=True), quick=2)
-)
+@mostly_slow(("order", "persistent"), zip(ORDERS, [True, False] * 2, strict=True), quick=2)
 def test_what_is_left_is_the_rest_of_the_epoch(order: str, persistent: bool) -> None:
     arguments = {"order": order, "persistent_workers": persistent}
     got: list[list[Any]] = [[], []]
@@ -226,9 +224,9 @@ def test_states_of_other_places_are_refused(in_a_job: pytest.MonkeyPatch) -> Non
 # ---- another number of ranks ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("order", "by_cost"),
-    mostly_slow([("strict", False), ("arrival", False), ("batch", True), ("fast_first", False)]),
+    [("strict", False), ("arrival", False), ("batch", True), ("fast_first", False)],
 )
 def test_other_numbers_of_ranks_go_on_with_what_is_left(order: str, by_cost: bool) -> None:
     """Two ranks with one pool, then three, which are interrupted again, then one without a pool.

@@ -71,7 +71,7 @@ def test_a_sampler_for_ranks_is_asked_for_all_of_them() -> None:
     assert run(program) == [[zero, one, one] for zero, one in dealt(22, 4, 2, 2)]
 
 
-@pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
+@mostly_slow("order", ORDERS, quick=2)
 def test_together_they_get_each_index_once_and_as_many_batches(order: str) -> None:
     slow = {5: 0.05, 6: 0.05, 21: 0.08}
 
@@ -561,9 +561,9 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         assert [job.result(0), job.result(2)] == theirs[::2]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("stranger", "kind", "words"),
-    mostly_slow([(0, RuntimeError, "has ended"), (1, PermissionError, "same user")]),
+    [(0, RuntimeError, "has ended"), (1, PermissionError, "same user")],
 )
 def test_another_user_is_refused(
     stranger: int, kind: Any, words: str, monkeypatch: pytest.MonkeyPatch
@@ -578,25 +578,20 @@ def test_another_user_is_refused(
     assert run(program) == [[0, 2, 4, 6], None]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("difference", "words"),
-    mostly_slow(
-        [
-            ({"dataset": Numbers(9)}, r"len\(dataset\)=9.* and there len\(dataset\)=8"),
-            (
-                {"batch_size": 2},
-                r"len\(loader\)=2, batch_size=2, and there len\(loader\)=1, batch_size=4\.",
-            ),
-            ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
-            ({"order": "batch"}, r"order=batch, and there order=strict\."),
-            ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
-            ({"collate_fn": list}, "collate_fn=list, and there collate_fn=default_collate"),
-            (
-                {"workers": SharedPool("wait")},
-                r"on_rank_death=wait, and there on_rank_death=raise\.",
-            ),
-        ]
-    ),
+    [
+        ({"dataset": Numbers(9)}, r"len\(dataset\)=9.* and there len\(dataset\)=8"),
+        (
+            {"batch_size": 2},
+            r"len\(loader\)=2, batch_size=2, and there len\(loader\)=1, batch_size=4\.",
+        ),
+        ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
+        ({"order": "batch"}, r"order=batch, and there order=strict\."),
+        ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
+        ({"collate_fn": list}, "collate_fn=list, and there collate_fn=default_collate"),
+        ({"workers": SharedPool("wait")}, r"on_rank_death=wait, and there on_rank_death=raise\."),
+    ],
 )
 def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> None:
     words = f"not the one that local rank 0 has.*: here it has {words}"

@@ -128,7 +128,7 @@ def test_patterns_are_no_names_of_files(name: str, tmp_path: Path) -> None:
     assert list(HuggingFaceShards("text", [tmp_path / "a.txt"])) == [{"text": "1"}]
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 81, 3)))
+@mostly_slow("first", range(0, 81, 3))
 def test_stops_lose_and_repeat_nothing(first: int) -> None:
     for seed in range(first, first + 3):
         check_history(seed)

@@ -339,7 +339,7 @@ def test_shards_may_join_below() -> None:
     assert sorted(interrupted(loader("123"), 1, loader("0123"))) == all_of(lengths)
 
 
-@pytest.mark.parametrize("seed", mostly_slow([0, 2]))
+@mostly_slow("seed", [0, 2])
 def test_a_reader_that_has_ended_in_an_earlier_pass_than_others_is_resumed(seed: int) -> None:
     def make() -> Any:
         sources = {"web": ShardedSequences(8, WEB), "code": ShardedSequences(8, CODE)}

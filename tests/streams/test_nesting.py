@@ -173,7 +173,7 @@ def check_history(history: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
-@pytest.mark.parametrize("first", mostly_slow(range(0, 120, 5)))
+@mostly_slow("first", range(0, 120, 5))
 def test_stops_lose_and_repeat_nothing(first: int) -> None:
     for history in range(first, first + 5):
         check_history(history)

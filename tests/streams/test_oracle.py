@@ -114,9 +114,10 @@ EACH_NUMBER = [(1, 5), (3, 1), (8, 2)]
 """Fewer workers than readers, and more; the cases below have none."""
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("readers", "num_workers"),
-    mostly_slow(dict.fromkeys((*EACH_NUMBER, *itertools.product(READERS, WORKERS))), quick=3),
+    dict.fromkeys((*EACH_NUMBER, *itertools.product(READERS, WORKERS))),
+    quick=3,
 )
 def test_every_number_of_readers_and_workers(readers: int, num_workers: int) -> None:
     got = delivered(DataLoader, "epochs", num_workers=num_workers, readers=readers)
@@ -132,27 +133,26 @@ QUICK = [each for each in POSSIBLE if each[1:] in ((3, 2), (3, 0))]
 OTHERS = pairwise((*each, each[1] > each[2]) for each in POSSIBLE)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("case", "readers", "num_workers"),
-    mostly_slow(dict.fromkeys((*QUICK, *(each[:3] for each in OTHERS))), quick=len(QUICK)),
+    dict.fromkeys((*QUICK, *(each[:3] for each in OTHERS))),
+    quick=len(QUICK),
 )
 def test_every_way_to_iterate(case: str, readers: int, num_workers: int) -> None:
     got = delivered(DataLoader, case, num_workers=num_workers, readers=readers)
     assert got == torchs(case, readers)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("method", "case", "readers"),
-    mostly_slow(
-        [("forkserver", "init_fn", 3), ("forkserver", "raises", 3), ("spawn", "init_fn", 3)]
-    ),
+    [("forkserver", "init_fn", 3), ("forkserver", "raises", 3), ("spawn", "init_fn", 3)],
 )
 def test_workers_that_are_not_forked(method: str, case: str, readers: int) -> None:
     how: Any = {"num_workers": 2, "readers": readers, "multiprocessing_context": method}
     assert delivered(DataLoader, case, **how) == torchs(case, readers)
 
 
-@pytest.mark.parametrize("readers", mostly_slow([3, 1, 8]))
+@mostly_slow("readers", [3, 1, 8])
 def test_readers_in_threads(readers: int) -> None:
     """All threads share the three generators, so nothing draws here."""
     for num_workers in (1, 2, 4):

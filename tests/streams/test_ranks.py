@@ -80,15 +80,13 @@ def check_history(seed: int, workers: tuple[int, ...]) -> None:
         assert by_reader(got, readers) == by_reader(expected, readers), said
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("workers", "seeds"),
-    mostly_slow(
-        [
-            *(((0,), range(14)), ((0, 1, 2), range(3)), ((0, 1, 2), range(3, 20))),
-            *(((0,), range(i, i + 122)) for i in range(14, 500, 122)),
-        ],
-        quick=2,
-    ),
+    [
+        *(((0,), range(14)), ((0, 1, 2), range(3)), ((0, 1, 2), range(3, 20))),
+        *(((0,), range(i, i + 122)) for i in range(14, 500, 122)),
+    ],
+    quick=2,
 )
 def test_ranks_and_workers_come_and_go(workers: tuple[int, ...], seeds: range) -> None:
     for seed in seeds:

@@ -117,9 +117,7 @@ def check_history(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
-@pytest.mark.parametrize(
-    "seeds", mostly_slow([range(3), range(3, 25), range(25, 50), range(50, 75)])
-)
+@mostly_slow("seeds", [range(3), range(3, 25), range(25, 50), range(50, 75)])
 def test_random_stops(seeds: range) -> None:
     for seed in seeds:
         check_history(seed)
@@ -132,17 +130,15 @@ def test_any_random_stops(stress_s: float) -> None:
         check_history(seed)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("stop", "workers"),
-    mostly_slow(
-        [
-            *((5, (2, True)), (0, (2, False)), (5, (0, False))),
-            *((0, (2, True)), (5, (2, False)), (0, (0, False))),
-        ],
-        quick=3,
-    ),
+    [
+        *((5, (2, True)), (0, (2, False)), (5, (0, False))),
+        *((0, (2, True)), (5, (2, False)), (0, (0, False))),
+    ],
+    quick=3,
 )
-@pytest.mark.parametrize("stream", mostly_slow(STREAMS[::-1]))
+@mostly_slow("stream", STREAMS[::-1])
 def test_a_loaded_state_is_used_up_by_the_first_batch(
     stream: Any, stop: int, workers: tuple[int, bool]
 ) -> None:
@@ -181,18 +177,16 @@ def test_another_number_of_readers_is_refused() -> None:
             resumed(saved(first), other)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "workers",
-    mostly_slow(
-        [
-            {"num_workers": 2, "persistent_workers": True},
-            {"num_workers": 0},
-            {"num_workers": 2},
-            {"num_workers": 2, "workers": "thread"},
-            {"num_workers": 1, "persistent_workers": True},
-        ],
-        quick=2,
-    ),
+    [
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 2, "workers": "thread"},
+        {"num_workers": 1, "persistent_workers": True},
+    ],
+    quick=2,
 )
 def test_set_epoch_reaches_every_copy(workers: dict[str, Any]) -> None:
     """Of the dataset and of the loader, before any epoch, and in the middle of one."""
@@ -369,16 +363,14 @@ class Shuffled(Split):
             yield [float(mine[i]), *three_draws()]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("stream", "num_workers", "resume"),
-    mostly_slow(
-        [
-            *((Shuffled, 2, "state"), (Shuffled, 2, "read"), (Ordered, 0, "state")),
-            *((Ordered, 2, "state"), (Ordered, 2, "read"), (Ordered, 0, "read")),
-            *((Shuffled, 0, "state"), (Shuffled, 0, "read")),
-        ],
-        quick=3,
-    ),
+    [
+        *((Shuffled, 2, "state"), (Shuffled, 2, "read"), (Ordered, 0, "state")),
+        *((Ordered, 2, "state"), (Ordered, 2, "read"), (Ordered, 0, "read")),
+        *((Shuffled, 0, "state"), (Shuffled, 0, "read")),
+    ],
+    quick=3,
 )
 def test_what_is_drawn_where_iteration_begins_is_drawn_again(
     stream: Any, num_workers: int, resume: str

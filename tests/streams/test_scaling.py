@@ -63,9 +63,10 @@ OTHERS = pairwise(
 )
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("method", "order", "readers", "size", "persistent"),
-    mostly_slow(dict.fromkeys([*SOME, *OTHERS]), quick=len(SOME) - 1),
+    dict.fromkeys([*SOME, *OTHERS]),
+    quick=len(SOME) - 1,
 )
 def test_content_stays_while_workers_come_and_go(
     method: str, order: str, readers: Any, size: int | None, persistent: bool, forced: Any
@@ -130,11 +131,10 @@ ENDLESS = 1_000_000
 """More than a test takes."""
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("readers", "workers"),
-    mostly_slow(
-        [(2, {}), (HERE, {"workers": "thread"}), (HERE, {}), (2, {"workers": "thread"})], 2
-    ),
+    [(2, {}), (HERE, {"workers": "thread"}), (HERE, {}), (2, {"workers": "thread"})],
+    2,
 )
 def test_workers_become_more_while_the_loop_waits_for_transforms(
     readers: Any, workers: Any
@@ -163,8 +163,8 @@ def under_fire(loader: Any, victim: int) -> Iterator[Any]:
             wait_until(lambda: pool._watch.first_ended() is not None)  # noqa: B023
 
 
-@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
-@pytest.mark.parametrize("victim", mostly_slow([0, 2, 4, 1], quick=3))
+@mostly_slow("order", ["strict", "arrival"])
+@mostly_slow("victim", [0, 2, 4, 1], quick=3)
 def test_any_worker_may_die(victim: int, order: str, forced: Any) -> None:
     """Two host, one comes and goes, one stands by."""
     forced(2, 4)

@@ -109,11 +109,10 @@ def check_refused(error: ValueError, gone: set[str]) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.* ended by an exception"
 )  # that it cannot go on, which is raised as well
-@pytest.mark.parametrize(
+@mostly_slow(
     ("seeds", "changes"),
-    mostly_slow(
-        itertools.product([range(4), *(range(i, i + 26) for i in (4, 30))], [False, True]), quick=2
-    ),
+    itertools.product([range(4), *(range(i, i + 26) for i in (4, 30))], [False, True]),
+    quick=2,
 )
 def test_random_stops(seeds: range, changes: bool) -> None:
     for seed in seeds:
@@ -547,7 +546,7 @@ def losing(cursor: Any, dataset: list[Remote]) -> Any:
     return Losing
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(40), quick=15))
+@mostly_slow("seed", range(40), quick=15)
 @pytest.mark.parametrize("cursor", [generated, *CURSORS[1:]])
 def test_lost_connections_lose_no_item(cursor: Any, seed: int) -> None:
     rng = random.Random(seed)

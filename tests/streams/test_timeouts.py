@@ -85,7 +85,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("order", "readers", "workers"), mostly_slow(WAYS, quick=2))
+@mostly_slow(("order", "readers", "workers"), WAYS, quick=2)
 def test_a_stuck_transform_costs_its_item(
     order: str, readers: int, workers: int, tmp_path: Path
 ) -> None:
@@ -109,15 +109,13 @@ def stuck_late(item: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("stream", "order"),
-    mostly_slow(
-        [
-            *((DatasetState, "batch"), (IteratorState, "arrival")),
-            *((Draws, "strict"), (Seekable, "strict")),
-        ],
-        quick=2,
-    ),
+    [
+        *((DatasetState, "batch"), (IteratorState, "arrival")),
+        *((Draws, "strict"), (Seekable, "strict")),
+    ],
+    quick=2,
 )
 def test_the_other_items_are_those_without_a_timeout(stream: Any, order: str) -> None:
     """Readers go on from a state, skip, or are read again, with the same random numbers."""
@@ -139,15 +137,13 @@ def stuck_elsewhere(item: Read) -> int:
     return item.number
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("order", "where"),
-    mostly_slow(
-        [
-            *(("strict", "worker"), ("fast_first", "worker"), ("arrival", "main")),
-            *(("batch", "worker"), ("arrival", "worker")),
-        ],
-        quick=3,
-    ),
+    [
+        *(("strict", "worker"), ("fast_first", "worker"), ("arrival", "main")),
+        *(("batch", "worker"), ("arrival", "worker")),
+    ],
+    quick=3,
 )
 def test_an_item_that_was_offered_to_another_worker_is_stuck_there(order: str, where: str) -> None:
     how: Any = {"order": order, "num_workers": 2, "transforms": [stuck_elsewhere]}
@@ -202,9 +198,8 @@ class Stalls(Split):
         return (self.stall(number) for number in numbers)
 
 
-@pytest.mark.parametrize(
-    ("order", "at"),
-    mostly_slow([("strict", 13), ("arrival", -1), ("batch", -1), ("fast_first", 13)], quick=2),
+@mostly_slow(
+    ("order", "at"), [("strict", 13), ("arrival", -1), ("batch", -1), ("fast_first", 13)], quick=2
 )
 def test_a_reader_that_stalls_is_read_again(order: str, at: int) -> None:
     """Two times are borne, and nothing is lost."""
@@ -219,7 +214,7 @@ def test_a_reader_that_stalls_is_read_again(order: str, at: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its place")
-@pytest.mark.parametrize("on_error", mostly_slow(["skip", "raise"]))
+@mostly_slow("on_error", ["skip", "raise"])
 def test_a_reader_that_always_stalls_is_an_error_with_its_stack(on_error: str) -> None:
     loader = make(Stalls(99), {"on_error": on_error}, num_workers=2, readers=2)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:

@@ -123,9 +123,7 @@ def check_history(seed: int) -> bool:
     return was_possible
 
 
-@pytest.mark.parametrize(
-    "seeds", mostly_slow([range(5), range(5, 25), range(25, 50), range(50, 75)])
-)
+@mostly_slow("seeds", [range(5), range(5, 25), range(25, 50), range(50, 75)])
 def test_weights_may_change_at_random_stops(seeds: range) -> None:
     assert any([check_history(seed) for seed in seeds])
 

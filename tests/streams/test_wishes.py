@@ -126,15 +126,13 @@ def test_what_is_skipped_at_a_resume_is_not_transformed(stream: Any, after: int)
     assert counted.calls.sum() == len(rest) < 50
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("stream", "before", "after"),
-    mostly_slow(
-        [
-            *((Seekable, 0, 2), (Decoding, 2, 0), (Seekable, 2, 2)),
-            *((Decoding, 0, 2), (Seekable, 2, 0), (Decoding, 2, 2)),
-        ],
-        quick=3,
-    ),
+    [
+        *((Seekable, 0, 2), (Decoding, 2, 0), (Seekable, 2, 2)),
+        *((Decoding, 0, 2), (Seekable, 2, 0), (Decoding, 2, 2)),
+    ],
+    quick=3,
 )
 def test_a_dataset_can_leave_out_the_work_on_what_is_skipped(
     stream: Any, before: int, after: int
@@ -341,7 +339,7 @@ def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
-@pytest.mark.parametrize("method", mostly_slow(["fork", "forkserver"]))
+@mostly_slow("method", ["fork", "forkserver"])
 def test_a_thread_reads_for_processes_that_transform(method: str, order: str) -> None:
     stream = Connection(SIZE)
     given: Any = {"order": order, "transforms": [WithThread(2)], "multiprocessing_context": method}

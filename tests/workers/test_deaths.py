@@ -105,7 +105,7 @@ def killer() -> Iterator[Killer]:
     thread.join()
 
 
-@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
+@mostly_slow("order", ["strict", "arrival"])
 def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     """Two epochs under fire deliver every sample once, with the content of a quiet run."""
     arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "order": order}

@@ -417,17 +417,15 @@ def num_deferred(loader: Any) -> int:
 
 
 @pytest.mark.usefixtures("everything_is_slow")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("method", "order"),
-    mostly_slow(
-        [
-            *(("processes", "strict"), ("processes", "arrival")),
-            *(("threads", "batch"), ("threads", "fast_first")),
-            *(("threads", "strict"), ("threads", "arrival")),
-            *(("processes", "batch"), ("processes", "fast_first")),
-        ],
-        quick=4,
-    ),
+    [
+        *(("processes", "strict"), ("processes", "arrival")),
+        *(("threads", "batch"), ("threads", "fast_first")),
+        *(("threads", "strict"), ("threads", "arrival")),
+        *(("processes", "batch"), ("processes", "fast_first")),
+    ],
+    quick=4,
 )
 def test_deferred_samples_are_what_they_are_in_one_go(method: str, order: str) -> None:
     how = METHODS[method]

@@ -33,7 +33,7 @@ def endless(seconds: float) -> Sleepy:
 
 
 @both_methods
-@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival", "batch", "fast_first"]))
+@mostly_slow("order", ["strict", "arrival", "batch", "fast_first"])
 def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
     forced(5, 1, 3, 6, 2)
     dataset = Sleepy(400, 0.002, dict.fromkeys(range(0, 400, 17), 0.02))
