@@ -60,21 +60,32 @@ def _name_of(value: Any) -> str:
     return str(getattr(value, "__name__", value))
 
 
-def mostly_slow(names: Any, values: Iterable[Any], quick: int = 1, **options: Any) -> Any:
-    """The mark of a test with parameters of which only the first run in ``make test``.
+def mostly_slow(
+    names: Any,
+    values: Iterable[Any],
+    others: Iterable[Any] | None = None,
+    *,
+    quick: int | None = None,
+    **options: Any,
+) -> Any:
+    """The mark of a test with parameters of which ``make test`` runs the first, or all but ``others``.
 
     Args:
         names: One name, or a tuple; values are tuples then.
         values: Of the parameters.
-        quick: How many run in ``make test``.
+        others: Slow ones, but for those that are among the values, too.
+        quick: How many of the values run in ``make test``, if neither one nor all.
         **options: Others of ``parametrize``.
     """
+    chosen = [*values]
+    num_quick = quick or (1 if others is None else len(chosen))
+    chosen += [each for each in others or () if each not in chosen]
     cases = [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=[] if number < quick else [pytest.mark.slow],
+            marks=[] if number < num_quick else [pytest.mark.slow],
         )
-        for number, value in enumerate(values)
+        for number, value in enumerate(chosen)
     ]
     return pytest.mark.parametrize(names, cases, **options)
 

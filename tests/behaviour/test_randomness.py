@@ -114,12 +114,8 @@ class Rarely(Numbers):
 
 @mostly_slow(
     ("name", "num_workers"),
-    [
-        *((name, 0) for name in RARE),
-        *(("numpy", 1), ("torch", 2), ("helper", 7)),
-        *((name, 2) for name in RARE if name != "torch"),
-    ],
-    quick=len(RARE) + 3,
+    [*((name, 0) for name in RARE), ("numpy", 1), ("torch", 2), ("helper", 7)],
+    ((name, 2) for name in RARE),
 )
 def test_samples_that_rarely_draw(name: str, num_workers: int) -> None:
     draw = RARE[name]

@@ -135,7 +135,7 @@ def test_others_do_not_wait_for_a_slow_sample(batch_size: Any) -> None:
 # ---- each sample once ---------------------------------------------------------------------------
 
 
-@mostly_slow("seed", range(12), 2)
+@mostly_slow("seed", range(12), quick=2)
 def test_any_number_of_stops_and_workers(seed: int) -> None:
     order, readers, draw = ("strict", "arrival")[seed % 2], (0, 3, 1)[seed % 3], random.Random(seed)
     for _ in range(2):

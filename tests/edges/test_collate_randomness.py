@@ -84,7 +84,7 @@ def content(collation: Any, draws: bool = False, epochs: int = 2, **options: Any
 
 
 @pytest.mark.parametrize("draws", [False, True], ids=["samples draw nothing", "samples draw"])
-@mostly_slow("name", COLLATIONS, 2)
+@mostly_slow("name", COLLATIONS, quick=2)
 def test_a_batch_draws_the_same_with_any_workers(name: str, draws: bool) -> None:
     collation = COLLATIONS[name]
     alone = content(collation, draws)

@@ -73,7 +73,7 @@ WAYS = [
 SOME = random.Random(5).sample([way for way in WAYS if way[0] != "forkserver"], 10)
 
 
-@mostly_slow(("kind", "order", "persistent"), dict.fromkeys(SOME + pairwise(WAYS)), 10)
+@mostly_slow(("kind", "order", "persistent"), SOME, pairwise(WAYS))
 def test_samples_see_what_the_loop_has_prepared(
     kind: str, order: str, persistent: bool, tmp_path: Path
 ) -> None:
@@ -388,14 +388,11 @@ OWN: dict[str, Any] = {
 
 @mostly_slow(
     ("own", "workers", "stays"),
-    dict.fromkeys(
-        [
-            *((own, 0, False) for own in OWN),
-            *((own, 2, True) for own in ("seed", "generator", "distributed")),
-            *((own, 2, stays) for own in OWN for stays in (True, False)),
-        ]
-    ),
-    quick=len(OWN) + 3,
+    [
+        *((own, 0, False) for own in OWN),
+        *((own, 2, True) for own in ("seed", "generator", "distributed")),
+    ],
+    itertools.product(OWN, [2], (True, False)),
 )
 def test_an_epoch_that_is_chosen_before_the_first_batch(
     own: str, workers: int, stays: bool

@@ -301,7 +301,7 @@ def epoch(case: Case, loader: DataLoader, forking: Forking) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:0 samples of this epoch:minato.MinatoWarning")
-@mostly_slow("case", [(case,) for case in CASES], 30, ids=str)
+@mostly_slow("case", [(case,) for case in CASES], quick=30, ids=str)
 def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     kinds = {"list": ForkingLists, "result": ForkingResults, "policy": Failing}
@@ -841,7 +841,7 @@ KILLING = [
 ]
 
 
-@mostly_slow("number", sorted(KILLING, key=lambda number: number not in (1, 9, 11, 37, 64)), 5)
+@mostly_slow("number", [1, 9, 11, 37, 64], KILLING)
 def test_a_worker_that_any_signal_kills_is_replaced(number: int, tmp_path: Path) -> None:
     loader = DataLoader(Dying(number, tmp_path / "flag"), 4, **KINDS["fork"])
     with pytest.warns(

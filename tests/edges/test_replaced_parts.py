@@ -151,7 +151,7 @@ def expected(dataset: Any, arguments: dict[str, Any], options: dict[str, Any]) -
     return [str(batch) for batch in TorchLoader(dataset, **arguments, **torchs)]
 
 
-@mostly_slow("loader", LOADERS, 2)
+@mostly_slow("loader", LOADERS, quick=2)
 @pytest.mark.parametrize("part", USED)
 def test_what_a_program_has_put_in_the_place_of_a_part_is_used(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +170,7 @@ def told(is_told: bool) -> Any:
     return warnings.catch_warnings(action="error", category=RuntimeWarning)
 
 
-@mostly_slow("loader", ["inline", "fork", "compat"], 2)
+@mostly_slow("loader", ["inline", "fork"], ["compat"])
 @pytest.mark.parametrize("part", TORCHS)
 def test_torchs_engine_uses_the_other_parts(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ def test_indices_follow_the_keys(kind: Kind, opened: Opened) -> None:
 
 
 @every_kind
-@mostly_slow(("num_workers", "fetch_concurrency"), [(0, 1), (2, 4), (0, 4), (2, 1)], quick=2)
+@mostly_slow(("num_workers", "fetch_concurrency"), [(0, 1), (2, 4)], [(0, 4), (2, 1)])
 def test_every_sample_comes_once(
     kind: Kind, opened: Opened, num_workers: int, fetch_concurrency: int
 ) -> None:

@@ -114,11 +114,7 @@ EACH_NUMBER = [(1, 5), (3, 1), (8, 2)]
 """Fewer workers than readers, and more; the cases below have none."""
 
 
-@mostly_slow(
-    ("readers", "num_workers"),
-    dict.fromkeys((*EACH_NUMBER, *itertools.product(READERS, WORKERS))),
-    quick=3,
-)
+@mostly_slow(("readers", "num_workers"), EACH_NUMBER, itertools.product(READERS, WORKERS))
 def test_every_number_of_readers_and_workers(readers: int, num_workers: int) -> None:
     got = delivered(DataLoader, "epochs", num_workers=num_workers, readers=readers)
     assert got == torchs("epochs", readers)
@@ -133,11 +129,7 @@ QUICK = [each for each in POSSIBLE if each[1:] in ((3, 2), (3, 0))]
 OTHERS = pairwise((*each, each[1] > each[2]) for each in POSSIBLE)
 
 
-@mostly_slow(
-    ("case", "readers", "num_workers"),
-    dict.fromkeys((*QUICK, *(each[:3] for each in OTHERS))),
-    quick=len(QUICK),
-)
+@mostly_slow(("case", "readers", "num_workers"), QUICK, (each[:3] for each in OTHERS))
 def test_every_way_to_iterate(case: str, readers: int, num_workers: int) -> None:
     got = delivered(DataLoader, case, num_workers=num_workers, readers=readers)
     assert got == torchs(case, readers)

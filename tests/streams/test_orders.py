@@ -52,7 +52,7 @@ OTHERS = (
     *(("batch", "inline"), ("fast_first", "1-process"), ("fast_first", "2-processes")),
 )
 # Each order with a few kinds of workers, and each kind of workers with some order.
-everywhere = mostly_slow(("order", "workers"), [*QUICK, *OTHERS], quick=len(QUICK))
+everywhere = mostly_slow(("order", "workers"), QUICK, OTHERS)
 
 
 def make(stream: Any, order: str, workers: str, **options: Any) -> Any:
@@ -145,11 +145,7 @@ def test_a_stream_within_a_sample_leaves_it_its_random_numbers() -> None:
     assert reading == alone
 
 
-@mostly_slow(
-    ("order", "workers"),
-    dict.fromkeys([*QUICK, *itertools.product(ORDERS, WORKERS)]),
-    quick=len(QUICK),
-)
+@mostly_slow(("order", "workers"), QUICK, itertools.product(ORDERS, WORKERS))
 def test_every_item_comes_once(order: str, workers: str) -> None:
     loader = make(Split(SIZE), order, workers, drop_last=False)
     for _ in range(2):
@@ -176,9 +172,7 @@ DRAWN = [("strict", "2-processes", 3), ("arrival", "2-processes", 3)]
 
 
 @mostly_slow(
-    ("order", "workers", "readers"),
-    dict.fromkeys([*DRAWN, *pairwise(itertools.product(ORDERS, WORKERS, (1, 3, 8)))]),
-    quick=len(DRAWN),
+    ("order", "workers", "readers"), DRAWN, pairwise(itertools.product(ORDERS, WORKERS, (1, 3, 8)))
 )
 def test_the_draws_of_transforms_are_the_same_in_any_order(
     order: str, workers: str, readers: int
@@ -314,12 +308,8 @@ FIRST_BROKEN = {0: "0 of reader 0", 10: "1 of reader 1", 27: "3 of reader 2"}
 
 @mostly_slow(
     ("order", "workers", "with_transforms"),
-    [
-        *((*case, number % 2 > 0) for number, case in enumerate(QUICK)),
-        *((*case, number % 2 == 0) for number, case in enumerate(QUICK)),
-        *((*case, with_transforms) for case in OTHERS for with_transforms in (False, True)),
-    ],
-    quick=len(QUICK),
+    [(*case, number % 2 > 0) for number, case in enumerate(QUICK)],
+    [(*case, each) for case in (*QUICK, *OTHERS) for each in (False, True)],
 )
 def test_an_iterator_that_raises_and_goes_on(
     order: str, workers: str, with_transforms: bool

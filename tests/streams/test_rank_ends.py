@@ -189,8 +189,8 @@ def check_history(seed: int, in_ranks: Run, workers: tuple[int, ...]) -> None:
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
 @mostly_slow(
     ("workers", "seeds"),
-    [((0,), range(7)), ((0, 1, 2), range(2)), ((0,), range(7, 150)), ((0, 1, 2), range(2, 30))],
-    quick=2,
+    [((0,), range(7)), ((0, 1, 2), range(2))],
+    [((0,), range(7, 150)), ((0, 1, 2), range(2, 30))],
 )
 def test_ranks_get_as_many_batches(seeds: range, workers: tuple[int, ...], in_ranks: Run) -> None:
     for seed in seeds:
@@ -677,7 +677,7 @@ def test_only_rank_0_asks_the_store_after_a_rank_has_told_its_end(
 
 
 @mostly_slow(
-    ("num_workers", "size"), [(0, SIZE), (1, COST["batch"]), (0, COST["batch"]), (1, SIZE)], quick=2
+    ("num_workers", "size"), [(0, SIZE), (1, COST["batch"])], [(0, COST["batch"]), (1, SIZE)]
 )
 @mostly_slow(("chance", "epochs", "least"), [(0.1, 6, 3), (0.5, 12, 30)])
 def test_an_interruption_at_any_line_loses_nothing(

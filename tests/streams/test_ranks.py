@@ -82,11 +82,8 @@ def check_history(seed: int, workers: tuple[int, ...]) -> None:
 
 @mostly_slow(
     ("workers", "seeds"),
-    [
-        *(((0,), range(14)), ((0, 1, 2), range(3)), ((0, 1, 2), range(3, 20))),
-        *(((0,), range(i, i + 122)) for i in range(14, 500, 122)),
-    ],
-    quick=2,
+    [((0,), range(14)), ((0, 1, 2), range(3))],
+    [((0, 1, 2), range(3, 20)), *(((0,), range(i, i + 122)) for i in range(14, 500, 122))],
 )
 def test_ranks_and_workers_come_and_go(workers: tuple[int, ...], seeds: range) -> None:
     for seed in seeds:

@@ -132,11 +132,8 @@ def test_any_random_stops(stress_s: float) -> None:
 
 @mostly_slow(
     ("stop", "workers"),
-    [
-        *((5, (2, True)), (0, (2, False)), (5, (0, False))),
-        *((0, (2, True)), (5, (2, False)), (0, (0, False))),
-    ],
-    quick=3,
+    [(5, (2, True)), (0, (2, False)), (5, (0, False))],
+    [(0, (2, True)), (5, (2, False)), (0, (0, False))],
 )
 @mostly_slow("stream", STREAMS[::-1])
 def test_a_loaded_state_is_used_up_by_the_first_batch(
@@ -179,14 +176,12 @@ def test_another_number_of_readers_is_refused() -> None:
 
 @mostly_slow(
     "workers",
+    [{"num_workers": 2, "persistent_workers": True}, {"num_workers": 0}],
     [
-        {"num_workers": 2, "persistent_workers": True},
-        {"num_workers": 0},
         {"num_workers": 2},
         {"num_workers": 2, "workers": "thread"},
         {"num_workers": 1, "persistent_workers": True},
     ],
-    quick=2,
 )
 def test_set_epoch_reaches_every_copy(workers: dict[str, Any]) -> None:
     """Of the dataset and of the loader, before any epoch, and in the middle of one."""
@@ -365,12 +360,8 @@ class Shuffled(Split):
 
 @mostly_slow(
     ("stream", "num_workers", "resume"),
-    [
-        *((Shuffled, 2, "state"), (Shuffled, 2, "read"), (Ordered, 0, "state")),
-        *((Ordered, 2, "state"), (Ordered, 2, "read"), (Ordered, 0, "read")),
-        *((Shuffled, 0, "state"), (Shuffled, 0, "read")),
-    ],
-    quick=3,
+    [(Shuffled, 2, "state"), (Shuffled, 2, "read"), (Ordered, 0, "state")],
+    itertools.product((Ordered, Shuffled), (2, 0), ("state", "read")),
 )
 def test_what_is_drawn_where_iteration_begins_is_drawn_again(
     stream: Any, num_workers: int, resume: str

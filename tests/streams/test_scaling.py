@@ -64,9 +64,7 @@ OTHERS = pairwise(
 
 
 @mostly_slow(
-    ("method", "order", "readers", "size", "persistent"),
-    dict.fromkeys([*SOME, *OTHERS]),
-    quick=len(SOME) - 1,
+    ("method", "order", "readers", "size", "persistent"), SOME, OTHERS, quick=len(SOME) - 1
 )
 def test_content_stays_while_workers_come_and_go(
     method: str, order: str, readers: Any, size: int | None, persistent: bool, forced: Any
@@ -133,8 +131,8 @@ ENDLESS = 1_000_000
 
 @mostly_slow(
     ("readers", "workers"),
-    [(2, {}), (HERE, {"workers": "thread"}), (HERE, {}), (2, {"workers": "thread"})],
-    2,
+    [(2, {}), (HERE, {"workers": "thread"})],
+    [(HERE, {}), (2, {"workers": "thread"})],
 )
 def test_workers_become_more_while_the_loop_waits_for_transforms(
     readers: Any, workers: Any
@@ -164,7 +162,7 @@ def under_fire(loader: Any, victim: int) -> Iterator[Any]:
 
 
 @mostly_slow("order", ["strict", "arrival"])
-@mostly_slow("victim", [0, 2, 4, 1], quick=3)
+@mostly_slow("victim", [0, 2, 4], [1])
 def test_any_worker_may_die(victim: int, order: str, forced: Any) -> None:
     """Two host, one comes and goes, one stands by."""
     forced(2, 4)

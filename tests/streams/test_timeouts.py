@@ -79,13 +79,14 @@ def make(dataset: Any, errors: Any = None, **options: Any) -> Any:
 # ---- transforms
 
 
-WAYS = [
-    *[("strict", 1, 3), ("arrival", 3, 2), ("batch", 3, 3), ("fast_first", 4, 2)],
-    *[("strict", 3, 2), ("batch", 1, 1), ("arrival", 2, 3), ("fast_first", 1, 3)],
-]
-
-
-@mostly_slow(("order", "readers", "workers"), WAYS, quick=2)
+@mostly_slow(
+    ("order", "readers", "workers"),
+    [("strict", 1, 3), ("arrival", 3, 2)],
+    [
+        *[("batch", 3, 3), ("fast_first", 4, 2), ("strict", 3, 2)],
+        *[("batch", 1, 1), ("arrival", 2, 3), ("fast_first", 1, 3)],
+    ],
+)
 def test_a_stuck_transform_costs_its_item(
     order: str, readers: int, workers: int, tmp_path: Path
 ) -> None:
@@ -111,11 +112,8 @@ def stuck_late(item: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
 @mostly_slow(
     ("stream", "order"),
-    [
-        *((DatasetState, "batch"), (IteratorState, "arrival")),
-        *((Draws, "strict"), (Seekable, "strict")),
-    ],
-    quick=2,
+    [(DatasetState, "batch"), (IteratorState, "arrival")],
+    [(Draws, "strict"), (Seekable, "strict")],
 )
 def test_the_other_items_are_those_without_a_timeout(stream: Any, order: str) -> None:
     """Readers go on from a state, skip, or are read again, with the same random numbers."""
@@ -139,11 +137,8 @@ def stuck_elsewhere(item: Read) -> int:
 
 @mostly_slow(
     ("order", "where"),
-    [
-        *(("strict", "worker"), ("fast_first", "worker"), ("arrival", "main")),
-        *(("batch", "worker"), ("arrival", "worker")),
-    ],
-    quick=3,
+    [("strict", "worker"), ("fast_first", "worker"), ("arrival", "main")],
+    [("batch", "worker"), ("arrival", "worker")],
 )
 def test_an_item_that_was_offered_to_another_worker_is_stuck_there(order: str, where: str) -> None:
     how: Any = {"order": order, "num_workers": 2, "transforms": [stuck_elsewhere]}
@@ -199,7 +194,7 @@ class Stalls(Split):
 
 
 @mostly_slow(
-    ("order", "at"), [("strict", 13), ("arrival", -1), ("batch", -1), ("fast_first", 13)], quick=2
+    ("order", "at"), [("strict", 13), ("arrival", -1)], [("batch", -1), ("fast_first", 13)]
 )
 def test_a_reader_that_stalls_is_read_again(order: str, at: int) -> None:
     """Two times are borne, and nothing is lost."""

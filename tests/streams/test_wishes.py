@@ -128,11 +128,8 @@ def test_what_is_skipped_at_a_resume_is_not_transformed(stream: Any, after: int)
 
 @mostly_slow(
     ("stream", "before", "after"),
-    [
-        *((Seekable, 0, 2), (Decoding, 2, 0), (Seekable, 2, 2)),
-        *((Decoding, 0, 2), (Seekable, 2, 0), (Decoding, 2, 2)),
-    ],
-    quick=3,
+    [(Seekable, 0, 2), (Decoding, 2, 0), (Seekable, 2, 2)],
+    [(Decoding, 0, 2), (Seekable, 2, 0), (Decoding, 2, 2)],
 )
 def test_a_dataset_can_leave_out_the_work_on_what_is_skipped(
     stream: Any, before: int, after: int
