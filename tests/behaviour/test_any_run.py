@@ -82,8 +82,7 @@ def test_each_index_comes_once_with_the_same_content(
     iterator = iter(loader)
     got: list[Any] = []
     kills = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a worker died
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a worker died
         for action, detail in actions:
             if action == "take":
                 left = min(detail, len(expected) - len(got))

@@ -235,8 +235,7 @@ def test_tracebacks_and_warnings_name_the_lines_of_the_program() -> None:
         files = re.findall('File "(.*)"', str(caught.value))
         assert set(files) <= {__file__, Failing.__getitem__.__code__.co_filename}
         assert bool(files) == bool(workers["num_workers"])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         DataLoader("/data/train")
         list(DataLoader(Samples([torch.zeros(100)] * 4), memory_budget=100, num_workers=1))
     # Python 3.12 and later warn of forks beside threads; pytest has some.

@@ -122,8 +122,7 @@ def test_read_only_arrays_are_collated_without_a_warning(compat: Any) -> None:
     try:
         with pytest.warns(UserWarning, match="not writable"):
             [expected] = TorchLoader(rows, 3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             [batch] = minato.DataLoader(rows, 3, compat=compat)
     finally:
         torch.set_warn_always(False)

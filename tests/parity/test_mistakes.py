@@ -61,8 +61,7 @@ class Told(NamedTuple):
 
 def told(mistake: Mistake, loader: type) -> Told:
     error: BaseException | None = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             mistake.run(loader)
         except Exception as raised:

@@ -94,8 +94,7 @@ def check_deaths(seed: int, kind: str, order: str, deaths: int) -> int:
     """An epoch with deaths has the items of one without; returns how many died."""
     rng = random.Random(seed)
     readers, num_workers = rng.choice([1, 3, 4]), rng.choice([1, 2, 3])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         expected = items(make(kind, readers, num_workers=0, order="strict"))
         loader = make(kind, readers, num_workers=num_workers, order=order)
         got = items(under_fire(loader, rng, deaths))
@@ -175,8 +174,7 @@ def deadly(number: int) -> int:
 def test_an_item_whose_transform_ends_every_worker_is_skipped(order: str) -> None:
     how: Any = {"order": order, "transforms": [deadly], "errors": "skip"}
     loader = DataLoader(Split(60), BATCH, num_workers=2, readers=3, **how)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         assert sorted(numbers(loader)) == sorted({*range(60)} - {37})
     assert any("1 samples of this epoch were skipped" in str(one.message) for one in told)
 

@@ -45,8 +45,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def warned(loader: Any) -> tuple[list[int], list[str]]:
     """The numbers of an epoch, and its warnings."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", RuntimeWarning)
+    with warnings.catch_warnings(record=True, action="always", category=RuntimeWarning) as told:
         return numbers(loader), [str(one.message) for one in told]
 
 
