@@ -12,7 +12,16 @@ import pytest
 from tests.datasets import forked
 from tests.pairwise import pairwise
 
-__all__ = ["WORKERS", "each", "each_of", "loaders", "mostly_slow", "numbers_for", "sweep"]
+__all__ = [
+    "WORKERS",
+    "each",
+    "each_of",
+    "loaders",
+    "mostly_slow",
+    "numbers_for",
+    "sweep",
+    "workers_of",
+]
 
 
 def each_of(workers: dict[str, dict[str, Any]]) -> Any:
@@ -20,12 +29,23 @@ def each_of(workers: dict[str, dict[str, Any]]) -> Any:
     return pytest.mark.parametrize("workers", workers.values(), ids=workers)
 
 
-THREADS: dict[str, Any] = {"num_workers": 2, "workers": "thread"}
-WORKERS = {"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}, "2-threads": THREADS}
+def workers_of(*names: str) -> dict[str, dict[str, Any]]:
+    """Arguments of loaders with the workers that their names say: "inline", "2-processes", "1-thread"."""
+    numbers = {name: name.partition("-")[::2] for name in names}
+    return {
+        name: {
+            "num_workers": int(number) if kind else 0,
+            **({"workers": "thread"} if kind.startswith("thread") else {}),
+        }
+        for name, (number, kind) in numbers.items()
+    }
+
+
+WORKERS = workers_of("inline", "2-processes", "2-threads")
 each = each_of(WORKERS)
 _LOADERS: dict[str, dict[str, Any]] = {
     "inline": {},
-    "threads": THREADS,
+    "threads": WORKERS["2-threads"],
     "fork": forked(2),
     "persistent": {**forked(2), "persistent_workers": True},
     "compat": {**forked(2), "compat": "torch"},

@@ -29,16 +29,12 @@ from tests.datasets import (
     tally,
     wait_until,
 )
-from tests.selection import each_of, sweep
+from tests.selection import each_of, sweep, workers_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 
-WORKERS = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "3-threads": {"num_workers": 3, "workers": "thread"},
-}
+WORKERS = workers_of("inline", "2-processes", "3-threads")
 each = each_of(WORKERS)
 THREADS = WORKERS["3-threads"]
 

@@ -26,23 +26,15 @@ from tests.datasets import (
 )
 from tests.parity.harness import seed_everything
 from tests.parity.material import identity
-from tests.selection import each_of, mostly_slow
+from tests.selection import each_of, mostly_slow, workers_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
 TorchLoader = torch.utils.data.DataLoader
 
-PROCESSES = {
-    "inline": {"num_workers": 0},
-    "1-process": {"num_workers": 1},
-    "2-processes": {"num_workers": 2},
-    "7-processes": {"num_workers": 7},
-}
-THREADS = {
-    "1-thread": {"num_workers": 1, "workers": "thread"},
-    "7-threads": {"num_workers": 7, "workers": "thread"},
-}
-FEW = {name: PROCESSES[name] for name in ("inline", "2-processes")}
+PROCESSES = workers_of("inline", "1-process", "2-processes", "7-processes")
+THREADS = workers_of("1-thread", "7-threads")
+FEW = workers_of("inline", "2-processes")
 
 
 def contents(loader: Any, epochs: int = 2) -> list[dict[int, tuple[float, ...]]]:

@@ -29,20 +29,15 @@ from minato import (
 )
 from tests.datasets import ORDERS, Parts, drain, three_draws
 from tests.pairwise import pairwise
-from tests.selection import mostly_slow
+from tests.selection import mostly_slow, workers_of
 from tests.streams.streams import Dying, IteratorState, Split, numbers
 from tests.workers.test_concurrent_reads import MakesGenerator
 
 SIZE, BATCH, READERS = 45, 4, 3
 PARTS = [9, 15, 21]  # of the readers
-WORKERS: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "3-threads": {"num_workers": 3, "workers": "thread"},
-    "1-process": {"num_workers": 1},
-    "5-processes": {"num_workers": 5},
-    "1-thread": {"num_workers": 1, "workers": "thread"},
-}
+WORKERS = workers_of(
+    *("inline", "2-processes", "3-threads", "1-process", "5-processes", "1-thread")
+)
 QUICK = [
     *itertools.product(("arrival", "strict"), list(WORKERS)[:3]),
     *(("batch", "3-threads"), ("fast_first", "3-threads")),
