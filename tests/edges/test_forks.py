@@ -712,6 +712,44 @@ def enters() -> bool:
         return True
 
 
+def test_a_fork_waits_for_a_thread_that_is_at_work() -> None:
+    events = []
+
+    @contextmanager
+    def working() -> Iterator[None]:
+        with at_work() as undisturbed:
+            assert undisturbed
+            yield
+            events.append("worked")
+
+    with held_by_a_thread(working()) as may_go:
+        threading.Timer(0.05, may_go.set).start()
+        assert code_of(forked(lambda: events == ["worked"])) == 0
+
+
+def test_nobody_waits_for_a_fork_that_is_under_way() -> None:
+    def is_undisturbed() -> bool:
+        with at_work() as undisturbed:
+            return undisturbed
+
+    with at_work(), ThreadPoolExecutor(1) as thread:  # as a fork does
+        assert not thread.submit(is_undisturbed).result(PATIENCE_S)
+    assert is_undisturbed()
+
+
+def test_children_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fork_safety, "_forgotten", [])
+    told: list[int] = []
+    _fork_safety.forget_in_children(lambda: told.append(1))
+
+    def has_forgotten() -> bool:
+        with at_work() as undisturbed:
+            return undisturbed and told == [1]
+
+    assert code_of(forked(has_forgotten)) == 0
+    assert told == []
+
+
 def test_a_call_does_not_begin_while_another_thread_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fork_safety, "_forking", -1)
     begun = threading.Event()
