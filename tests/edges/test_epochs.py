@@ -21,11 +21,12 @@ import minato
 from minato import Arrival, DataLoader, Observe, Record, Replay
 from minato.streams.shuffle import Shuffled
 from tests.behaviour.states import plain as drawn
+from tests.behaviour.states import saved
 from tests.behaviour.test_resume import Counting
 from tests.datasets import Draws, Numbers, indices
 from tests.pairwise import pairwise
 from tests.selection import loaders, mostly_slow
-from tests.streams.streams import STREAMS, DatasetState, EpochState, Split, plain, resumed, saved
+from tests.streams.streams import STREAMS, DatasetState, EpochState, Split, plain, resumed
 
 SIZE, BATCH = 16, 4
 

@@ -17,9 +17,10 @@ import pytest
 from minato import DataLoader, MinatoWarning
 from minato.sources.base import Retry, SourceError
 from minato.sources.tars import TarShards
+from tests.behaviour.states import saved
 from tests.selection import mostly_slow
 from tests.sources.kinds import tar_of
-from tests.streams.streams import in_runs, interrupted, resumed, saved
+from tests.streams.streams import in_runs, interrupted, resumed
 
 COUNT, SHARDS = 10, 4
 

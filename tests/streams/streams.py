@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from minato import ShardedDataset, skipping
 from minato._support.counters import shared_integers
 from tests import datasets
+from tests.behaviour.states import saved
 from tests.datasets import three_draws
 
 
@@ -355,11 +356,6 @@ def hugging_face(size: int, num_shards: int) -> Any:
     """An iterable dataset of Hugging Face; each row says its number."""
     table = pytest.importorskip("datasets").Dataset.from_dict({"row": list(range(size))})
     return table.to_iterable_dataset(num_shards=num_shards)
-
-
-def saved(loader: Any) -> Any:
-    """The state, which is JSON."""
-    return json.loads(json.dumps(loader.state_dict()))
 
 
 def resumed(state: Any, loader: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 import minato
 from minato import DataLoader
+from tests.behaviour.states import saved
 from tests.selection import mostly_slow
 from tests.streams.streams import (
     DatasetState,
@@ -30,7 +31,6 @@ from tests.streams.streams import (
     interrupted,
     numbers,
     resumed,
-    saved,
 )
 
 

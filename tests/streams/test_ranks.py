@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import DataLoader, MinatoWarning, Readers, merge_states
+from tests.behaviour.states import saved
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
@@ -24,7 +25,6 @@ from tests.streams.streams import (
     items,
     numbers,
     resumed,
-    saved,
 )
 from tests.streams.test_resume import drawn_for, whole
 

@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 
 from minato import CostBatches, DataLoader, ErrorPolicy, MinatoWarning, Readers, mix, shuffle
 from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
+from tests.behaviour.states import saved
 from tests.behaviour.test_resume import Around
 from tests.datasets import ORDERS, add_draws, three_draws, wait_until
 from tests.disks import file_size_limit
@@ -40,7 +41,6 @@ from tests.streams.streams import (
     items,
     numbers,
     resumed,
-    saved,
 )
 
 SIZE = 45

@@ -19,18 +19,10 @@ from minato.options import Retry
 from minato.sources.base import KeyedSource
 from minato.streams.shards import ShardIterator
 from tests import datasets
+from tests.behaviour.states import saved
 from tests.datasets import ORDERS, wait_until
 from tests.selection import mostly_slow, sweep
-from tests.streams.streams import (
-    Shards,
-    all_of,
-    in_runs,
-    interrupted,
-    items_of,
-    numbers,
-    resumed,
-    saved,
-)
+from tests.streams.streams import Shards, all_of, in_runs, interrupted, items_of, numbers, resumed
 from tests.streams.test_resume import workers_of
 
 

@@ -16,6 +16,7 @@ import torch
 import minato
 from minato import DataLoader, Readers
 from minato._support.counters import shared_integers
+from tests.behaviour.states import saved
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
 from tests.streams.streams import (
@@ -27,7 +28,6 @@ from tests.streams.streams import (
     in_runs,
     interrupted,
     resumed,
-    saved,
 )
 
 FIRST = {"web": 10**6, "code": 2 * 10**6}

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from minato import DataLoader, MinatoWarning, Readers, skipping
 from minato._support.counters import shared_integers
+from tests.behaviour.states import saved
 from tests.datasets import Roll, Stream, drain, wait_until
 from tests.selection import WORKERS, each_of, mostly_slow, sweep
 from tests.streams.streams import (
@@ -28,7 +29,6 @@ from tests.streams.streams import (
     interrupted,
     numbers,
     resumed,
-    saved,
 )
 
 SIZE, BATCH = 60, 4
