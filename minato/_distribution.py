@@ -11,8 +11,6 @@ import os
 import subprocess
 from importlib import metadata
 
-__all__ = ["__version__", "commit", "documentation"]
-
 __version__ = "0.1.0.dev0"
 
 _THEIRS = "minato.py"

@@ -16,23 +16,6 @@ from minato._compat import is_split_by_rank
 from minato._support.values import integer_of, message_of, number_of, plain, text_of, type_name
 from minato.errors import add_note, warn
 
-__all__ = [
-    "check_choice",
-    "check_device",
-    "check_number",
-    "check_platform",
-    "check_shard",
-    "check_undivided",
-    "check_whole",
-    "did_you_mean",
-    "explain_dataset",
-    "given_number",
-    "given_whole",
-    "path_in",
-    "refuse_class",
-    "refuse_one",
-]
-
 _RANK_ATTRIBUTES = (("rank", "world_size"), ("rank", "num_replicas"), ("rank", "ranks"))
 """What a dataset that divides itself by rank usually calls its rank and the number of ranks."""
 _NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable")

@@ -17,8 +17,6 @@ from minato.delivery.device import Accelerator, accelerator_of, copy_batch, memo
 from minato.delivery.iterator import BatchIterator
 from minato.errors import shortened
 
-__all__ = ["Consumer", "Group", "make_consumers"]
-
 _LIVENESS_S = 1.0
 """How often a waiting consumer checks whether the threads that it waits for are alive."""
 _MOST = 4096

@@ -37,30 +37,6 @@ from minato.checks import (
 )
 from minato.errors import missing
 
-__all__ = [
-    "Arrival",
-    "AutoScale",
-    "DeviceCopies",
-    "ErrorPolicy",
-    "FastFirst",
-    "FetchOptions",
-    "FetchReport",
-    "Observe",
-    "Options",
-    "PaperController",
-    "RayWorkers",
-    "Readers",
-    "Record",
-    "Replay",
-    "Retry",
-    "SharedPool",
-    "StragglerPolicy",
-    "TorchArguments",
-    "Unbound",
-    "advice",
-    "parse_address",
-]
-
 T = TypeVar("T")
 
 IN_PLACE = "in_place"

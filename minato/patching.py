@@ -11,8 +11,6 @@ from minato._support.loader_class import Name, TorchDataLoader, compat_of_all, r
 from minato.checks import check_choice
 from minato.loader import DataLoader
 
-__all__ = ["patch", "unpatch"]
-
 # Where torch's class is to be found: pickle looks there for the class of a loader.
 _TORCHS_NAME = TorchDataLoader.__module__, TorchDataLoader.__qualname__
 _OUR_NAME = "minato._support.loader_class", "TorchDataLoader"

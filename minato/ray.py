@@ -39,8 +39,6 @@ from minato.workers.supervision import WorkerLoss, WorkerRecovery
 from minato.workers.worker import Worker
 from minato.workers.worker_process import WorkerContext, seed_worker
 
-__all__ = ["ActorPool", "ActorSpec", "SampleServer", "unpack"]
-
 _NOTICEABLE = 0.1
 """A round trip to the actor is noticeable if it takes more than this share of a sample's time."""
 _MOST_AHEAD = 8
@@ -123,6 +121,7 @@ class ActorGroup:
         return actor.sample.remote(*sample).future()
 
     def end_all(self) -> None:
+        """End all actors."""
         with self._lock:
             actors, self._actors = self._actors, {}
         for actor in actors.values():

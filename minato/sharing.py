@@ -55,8 +55,6 @@ from minato.errors import log
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["SharedDict", "SharedList", "is_looked_through", "share"]
-
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

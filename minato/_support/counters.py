@@ -17,8 +17,6 @@ from minato._core.limits import explaining_limits
 from minato._core.segment import anonymous_file
 from minato._fork_safety import renew_in_children
 
-__all__ = ["Counters", "SharedIntegers", "shared_integers"]
-
 _BLOCKS, _ROWS = 65, 64
 """A row for the training process and one for each of the 4096 workers that a loader may have; most blocks are never
 used."""

@@ -24,19 +24,6 @@ if sys.platform != "win32":
     import grp
     import pwd
 
-__all__ = [
-    "OwnDescriptor",
-    "anonymous_log",
-    "check_private",
-    "cut_torn_line",
-    "gets_lock",
-    "open_lines",
-    "open_regular",
-    "unmapped_user",
-    "write_all",
-    "write_atomically",
-]
-
 _PRIVATE = 0o600
 """Mode of files that hold keys, samples or texts of errors."""
 _CHUNK_BYTES = 4096

@@ -40,8 +40,6 @@ from minato._support.objects import (
 from minato._support.pickling import INTEGERS, span_of
 from minato._support.values import integer_of, message_of, plain, printable, text_of, type_name
 
-__all__ = ["fingerprint", "index_hash", "key_hash"]
-
 _MOST_OBJECTS = 5_000_000
 _MOST_BYTES = 4 << 30
 """Limits of one fingerprint, which is made when an epoch begins; a minute at most."""

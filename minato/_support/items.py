@@ -13,27 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from minato._support.values import text_of
 
-__all__ = [
-    "ERRORS",
-    "Item",
-    "Reading",
-    "announced_reader",
-    "has_ended",
-    "item_of",
-    "key_of",
-    "name_of",
-    "reading_again",
-    "receive",
-    "resumed_states",
-    "set_announce",
-    "set_reading",
-    "set_resumed",
-    "set_skipping",
-    "short_name_of",
-    "skipping",
-    "to_read_again",
-]
-
 T = TypeVar("T")
 
 ERRORS = (Exception, GeneratorExit, SystemExit, CancelledError)

@@ -8,20 +8,10 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
 
-from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DataLoader
 
-__all__ = [
-    "Name",
-    "StandIn",
-    "TorchDataLoader",
-    "compat_of_all",
-    "is_being_made",
-    "is_made",
-    "made_only",
-    "rebind",
-    "stand_in",
-]
-
+TorchDataLoader = DataLoader
+"""Torch's own class, whatever stands under its name in torch."""
 Name = tuple[ModuleType, str]
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -27,33 +27,6 @@ import torch
 from minato._core import types_in
 from minato._support.values import message_of, plain
 
-__all__ = [
-    "MEMBERS",
-    "Glance",
-    "Kind",
-    "Node",
-    "Search",
-    "attribute",
-    "derives",
-    "facts_of",
-    "failing_part",
-    "figures_of",
-    "in_any_process",
-    "is_exactly",
-    "is_own_class",
-    "items_of",
-    "length_of",
-    "module_of",
-    "mro_of",
-    "name_of",
-    "nbytes_of",
-    "parts_of",
-    "path_of",
-    "takes_lists",
-    "vars_of",
-]
-
-
 mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 """The base classes of a class, without its metaclass."""
 vars_of: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__

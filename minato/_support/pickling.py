@@ -54,27 +54,6 @@ with suppress(ImportError):
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-__all__ = [
-    "INTEGERS",
-    "ForChild",
-    "Purpose",
-    "SidePickler",
-    "Snapshot",
-    "ViewPickler",
-    "advise",
-    "check_picklable",
-    "dumps",
-    "for_children",
-    "holding_descriptors",
-    "is_unguarded",
-    "named_as_worker",
-    "pickled",
-    "refuse_unguarded",
-    "span_of",
-    "take_own_name",
-]
-
-
 Purpose: TypeAlias = Literal["sample", "result"]
 """The purpose of a pickle; see :class:`SidePickler`."""
 Reducer: TypeAlias = Callable[[Any], Any]

@@ -16,18 +16,6 @@ from threading import Thread
 from minato._compat import exit_code, watch_exit_code
 from minato._core.limits import limit_met
 
-__all__ = [
-    "at_end",
-    "ends_by_exception",
-    "exiting",
-    "if_alive",
-    "living",
-    "pause",
-    "set_is_over",
-    "start_thread",
-    "threads_are_real",
-]
-
 
 def threads_are_real() -> bool:
     """Whether threads are those of the system; gevent and eventlet put their own in the place of all.

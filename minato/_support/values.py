@@ -11,22 +11,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-__all__ = [
-    "counted",
-    "digits",
-    "integer_of",
-    "items_of",
-    "message_of",
-    "number_of",
-    "plain",
-    "printable",
-    "seconds",
-    "short",
-    "text_of",
-    "traceback_of",
-    "type_name",
-]
-
 _PLAIN = frozenset((int, str, float, bool, bytes, complex, type(None)))
 _NAN = float("nan")
 _NUMBERS = (np.bool_, np.integer, np.floating, np.complexfloating)

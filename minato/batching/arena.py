@@ -18,16 +18,6 @@ from minato._core.segment import Segment
 from minato._fork_safety import Loans, check_owner, this_process
 from minato.errors import warn
 
-__all__ = [
-    "Arena",
-    "ArenaCache",
-    "DeviceEvent",
-    "DeviceTimes",
-    "MemoryPinner",
-    "PinnedSlots",
-    "Slot",
-]
-
 _RESERVE_BYTES = 1 << 42
 """Address space of the first arena of a process, which has 128 TiB. Address space takes no memory."""
 _LEAST_RESERVE_BYTES = 1 << 28

@@ -20,22 +20,6 @@ from minato.batching.arena import Slot
 from minato.batching.serialization import Store, damaged
 from minato.errors import add_note, not_the_end, outside
 
-__all__ = [
-    "AS_RAISED",
-    "BlobWriter",
-    "ErrorTransport",
-    "GetState",
-    "Kinds",
-    "SampleError",
-    "Unsendable",
-    "exception_of",
-    "noted",
-    "raise_sample_error",
-    "reported",
-    "slot_overflow_error",
-    "wrapped",
-]
-
 Kinds: TypeAlias = tuple[type[BaseException], ...]
 
 

@@ -20,19 +20,6 @@ from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Buffer, Layout, Rows
 from minato.checks import given_whole
 
-__all__ = [
-    "BatchBuilder",
-    "Bind",
-    "Collate",
-    "PadCollate",
-    "RunAgain",
-    "like",
-    "may_draw",
-    "pad_stack",
-    "unchanged",
-]
-
-
 Bind = Callable[[int, int, Any, int], AbstractContextManager[None]]
 """Binds randomness to a batch, by seed, epoch, and index and occurrence of its first sample."""
 

@@ -18,23 +18,19 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from minato._core import Packer, WorkerLedger
-from minato._core.sample_spec import flatten, placed
+from minato._core.sample_spec import Spec, flatten, placed
 from minato._core.segment import Segment
 from minato._support.objects import is_exactly
 from minato.batching.arena import Slot
 from minato.batching.sample_spec import (
     CHANNELS_NDIMS,
     NUMPY_DTYPES,
-    Spec,
     describe,
     formats_matter,
     name_of,
     rules_hold,
 )
 from minato.batching.serialization import damaged
-
-__all__ = ["Layout", "LayoutRecord", "Rows", "has_rows", "read_layout", "rows_of", "share_layout"]
-
 
 Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Collator: TypeAlias = Callable[[Iterator[Any], Iterator[Any]], Any]

@@ -22,8 +22,6 @@ from minato.batching.blobs import exception_of, raise_sample_error, slot_overflo
 from minato.batching.layout import Layout, read_layout
 from minato.batching.serialization import Store, damaged
 
-__all__ = ["COPIED_NBYTES", "BatchDescriptor", "BatchReader", "Places", "open_batch"]
-
 COPIED_NBYTES = 16 << 10
 """Batches up to this size are copied out of their slots: that costs less than to lend a slot and take it back."""
 

@@ -15,18 +15,6 @@ from minato._core import SharedWords
 from minato._core.sample_spec import Spec
 from minato._core.segment import Memory
 
-__all__ = [
-    "CHANNELS_NDIMS",
-    "NUMPY_DTYPES",
-    "Handover",
-    "Spec",
-    "are_plain",
-    "describe",
-    "formats_matter",
-    "name_of",
-    "rules_hold",
-]
-
 _MAX_DEPTH = 32
 _MAX_NDIM = 64
 CHANNELS_NDIMS = (4, 5)

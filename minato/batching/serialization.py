@@ -19,16 +19,6 @@ from minato._support.objects import nbytes_of
 from minato._support.pickling import Purpose, dumps
 from minato._support.values import text_of
 
-__all__ = [
-    "DamagedError",
-    "LocalStore",
-    "SharedStore",
-    "Store",
-    "StoredIndices",
-    "damaged",
-    "listed",
-]
-
 Allocate = Callable[[int], int]
 """Allocates a number of bytes; returns their arena offset, a multiple of 64."""
 

@@ -36,8 +36,6 @@ from minato.batching.serialization import DamagedError, Store, StoredIndices, da
 from minato.errors import SKIP, is_skip, not_the_end
 from minato.observe.tracer import NULL_TRACER, Tracer
 
-__all__ = ["BatchWriter"]
-
 
 class _Fields(NamedTuple):
     """The fields of a batch: their arena offset, and the place of sample 0."""

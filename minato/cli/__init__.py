@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 
-__all__ = ["start"]
-
 
 def start() -> int:
     """Run the command line; where another project's files are among ours, print that alone."""

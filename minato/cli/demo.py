@@ -18,8 +18,6 @@ from minato._support.loader_class import TorchDataLoader
 from minato.loader import DataLoader
 from minato.observe.text import format_value
 
-__all__ = ["SleepingSamples", "add_to", "compare"]
-
 _SAMPLES, _BATCH, _WORKERS = 480, 16, 4
 _COST_S, _STRAGGLER_S, _STRAGGLERS = 0.012, 0.36, 10
 _STEP_S = 0.05

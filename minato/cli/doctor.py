@@ -31,8 +31,6 @@ from minato.observe.gpus import has_driver
 from minato.observe.text import format_value
 from minato.transforms import rng_memory
 
-__all__ = ["Finding", "add_to", "fast_paths", "machine"]
-
 State = Literal["ok", "note", "limit"]
 
 _FILES_BASE, _FILES_PER_WORKER = 128, 8

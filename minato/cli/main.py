@@ -33,9 +33,6 @@ from minato.loader import DataLoader, is_active, torch_arguments
 from minato.observe.text import format_value
 from minato.options import CostBatches
 
-__all__ = ["main"]
-
-
 _QUIET = 0.5
 """Load average per core from which on other programs decide what a comparison shows."""
 

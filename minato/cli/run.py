@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 from minato.observe.at_exit import print_at_exit
 from minato.patching import patch
 
-__all__ = ["add_to", "divided", "forget_namesakes", "is_missing"]
-
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command to the parser of all."""

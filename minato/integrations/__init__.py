@@ -16,9 +16,6 @@ from typing import Any
 from minato._compat import LIGHTNING_PREDICT_SAMPLER
 from minato._system import FIRST_PID
 
-__all__ = ["connect", "counts_batches"]
-
-
 _connected = False
 
 

@@ -23,8 +23,6 @@ from minato._compat import (
 from minato._support.loader_class import rebind
 from minato.errors import warn
 
-__all__ = ["install_accelerate", "install_lightning", "install_ray_train"]
-
 _REBUILDERS = ("prepare_data_loader", "skip_first_batches")
 _WRAPPERS = ("DataLoaderShard", "DataLoaderDispatcher")
 

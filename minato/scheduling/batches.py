@@ -13,8 +13,6 @@ from minato.batching.serialization import Store
 from minato.sampling.progress import Progress
 from minato.sampling.samplers import Drawn
 
-__all__ = ["BatchStorage", "OpenBatch", "OpenEpoch", "RetiringBatches", "offset_in_slot"]
-
 
 class BatchStorage(NamedTuple):
     """The memory of open batches: indices that are no integers; ``discard(record, slot)`` of one not read."""

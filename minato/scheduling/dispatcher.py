@@ -38,8 +38,6 @@ from minato.scheduling.orders import Assignment, BatchOrder, Order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import EarlyStart, integers_of
 
-__all__ = ["STOPPED_S", "ConsumerWait", "Dispatcher", "Pool", "Schedule", "waited_s"]
-
 _LIVENESS_S = 1.0
 """Longest sleep of the training loop. Workers wake it as soon as a batch is ready; this is only for dead ones."""
 _SETTLING_S = 0.01

@@ -12,8 +12,6 @@ from typing import ClassVar, TypeVar
 from minato._support.items import item_of
 from minato.sampling.resume import DatasetStates
 
-__all__ = ["Assignment", "BatchOrder", "Hosts", "Order", "RoundRobin", "make_order"]
-
 _Batch = TypeVar("_Batch")
 
 

@@ -6,8 +6,6 @@ import weakref
 
 from minato.errors import log, warn
 
-__all__ = ["PrefetchWindow"]
-
 _DEPTH = 2
 """Batches per worker at the start, as torch's default ``prefetch_factor``."""
 _REFILL_SHARE, _MOST_REFILLED = 4, 16

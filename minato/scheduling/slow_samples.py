@@ -17,10 +17,8 @@ import torch
 from minato._core import ConsumerLedger, Histogram
 from minato._core.codes import NO_INTEGER
 from minato._support.values import integer_of
-from minato.observe.lateness import ThresholdDecision
+from minato.observe.lateness import ThresholdDecision as ThresholdDecision
 from minato.observe.meters import merged, share_above
-
-__all__ = ["CostModel", "EarlyStart", "SlowThreshold", "ThresholdDecision", "integers_of"]
 
 # The threshold
 _CRITERIA = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))

@@ -30,25 +30,9 @@ from typing import Any, NamedTuple, NewType, get_args, get_origin, get_type_hint
 from minato._support.files import unmapped_user
 from minato._support.threads import living, start_thread
 from minato.batching.arena import Slot
-from minato.batching.reader import BatchDescriptor
+from minato.batching.reader import BatchDescriptor as BatchDescriptor
 from minato.sampling.progress import BatchPart, Completed
 from minato.shared_pool.rendezvous import Rendezvous
-
-__all__ = [
-    "LIVENESS_S",
-    "BatchDescriptor",
-    "BatchMessage",
-    "Channel",
-    "Hello",
-    "RankListener",
-    "RankMessage",
-    "WrongKeyError",
-    "connected",
-    "encoded",
-    "from_host",
-    "from_rank",
-    "peer_of",
-]
 
 _MOST_BYTES = 1 << 28
 """Size limit of a message; the state of a resumed epoch can be large."""

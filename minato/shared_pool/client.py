@@ -35,8 +35,6 @@ from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import RANK_TIMEOUT_S
 from minato.shared_pool.source import SUPERSEDED, BatchHandle, LeasedBatch
 
-__all__ = ["PoolClient", "RemoteArena"]
-
 _LOADS = "which loads for all ranks of this node"
 _ENDED = f"{_LOADS}, has ended or dropped this loader"
 _CONNECTED: set[PoolClient] = set()

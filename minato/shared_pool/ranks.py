@@ -18,8 +18,6 @@ from minato.sampling.progress import Completed
 from minato.shared_pool.channel import BatchMessage, Channel, Hello, RankMessage
 from minato.shared_pool.source import LeasedBatch
 
-__all__ = ["PREFETCH_BATCHES", "PoolEpoch", "RankSlot", "Ranks", "next_rank", "rejection_reason"]
-
 PREFETCH_BATCHES = 2
 """Batches that each rank requests ahead of use."""
 _DRAIN_BATCHES = 64

@@ -15,8 +15,6 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["KEY_BYTES", "Found", "Rendezvous"]
-
 KEY_BYTES = 32
 _TORCHELASTIC = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _JOB = ("MASTER_ADDR", "MASTER_PORT", *_TORCHELASTIC, "GROUP_RANK")

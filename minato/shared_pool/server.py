@@ -25,8 +25,6 @@ from minato.shared_pool.ranks import PoolEpoch, Ranks, next_rank
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.source import SUPERSEDED, BatchHandle
 
-__all__ = ["RANK_TIMEOUT_S", "PoolServer"]
-
 RANK_TIMEOUT_S = 1800.0
 """Time limit for ranks that live but do not join: the default of torch's collective operations."""
 _EXIT_WAIT_S = 5.0

@@ -30,8 +30,6 @@ from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import DescriptorReader, RankDevice, RankSource
 
-__all__ = ["PoolSession"]
-
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _JOB_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _numbers = itertools.count()

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from minato.shared_pool.client import PoolClient
     from minato.shared_pool.server import PoolServer
 
-__all__ = [
-    "SUPERSEDED",
-    "BatchHandle",
-    "DescriptorReader",
-    "LeasedBatch",
-    "RankDevice",
-    "RankSource",
-]
-
 
 class LeasedBatch(NamedTuple):
     """A descriptor, the lease of its slot, and the part of the epoch that the batch covers."""

@@ -34,8 +34,6 @@ from minato.errors import Postponed, warn
 from minato.sampling.resume import is_stateful
 from minato.transforms.rng_memory import GlobalGenerators
 
-__all__ = ["Child", "Dataset", "State", "Stream", "Window", "check_stream", "own_states"]
-
 _STATE_SHARE = 100
 """States of a child take at most this part of the time."""
 _MOST_POINTS = 16

@@ -17,8 +17,6 @@ from minato.checks import check_choice, check_number, did_you_mean, given_whole
 from minato.errors import not_the_end, warn
 from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 
-__all__ = ["Mixed", "mix"]
-
 _PASS = 1 << 20
 """Pass p of a source in epoch e is its epoch e + p * this."""
 Weights = Mapping[str, float]

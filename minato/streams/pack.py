@@ -16,8 +16,6 @@ from minato._support.values import message_of, text_of, type_name
 from minato.checks import check_choice, given_number, given_whole
 from minato.streams.children import Dataset, State, Stream, Window, check_stream
 
-__all__ = ["Packed", "pack"]
-
 _OLDEST = 4
 """A row is given at the latest when this many times the number of open rows have been begun after it."""
 Array: TypeAlias = "np.ndarray[Any, Any]"

@@ -18,8 +18,6 @@ from minato.checks import check_choice, check_whole
 from minato.errors import add_note, causes, is_lost_connection, refuse, warn
 from minato.options import Retry
 
-__all__ = ["ShardIterator", "ShardedDataset"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 State: TypeAlias = Any

@@ -10,8 +10,6 @@ from minato._support.items import to_read_again
 from minato.checks import given_whole
 from minato.streams.children import Dataset, State, Stream, Window, check_stream
 
-__all__ = ["Shuffled", "shuffle"]
-
 _OLDEST = 4
 """An item goes out at the latest when this many times the size of the buffer have been read after it."""
 

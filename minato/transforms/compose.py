@@ -16,8 +16,6 @@ from torch.utils.data import default_collate, default_convert
 
 from minato._support.values import short, text_of, type_name
 
-__all__ = ["CollateFn", "TransformingCollate", "Transforms"]
-
 Step = Callable[[Any], Any]
 _STAGES = ("dataset", "samples", "collate and copy")
 """Stages that are no transforms, whose names are taken."""

@@ -35,8 +35,6 @@ from minato._support.objects import (
 )
 from minato.transforms.rng_memory import MemoryGenerator, own_generator
 
-__all__ = ["OwnedGenerators"]
-
 _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndarray, np.generic)
 _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, MemoryGenerator)
 _GENERATORS = (

@@ -29,21 +29,6 @@ from minato._support.hashes import index_hash
 from minato.transforms import rng_memory
 from minato.transforms.owned import OwnedGenerators
 
-__all__ = [
-    "Binding",
-    "Captured",
-    "SampleRandomness",
-    "current",
-    "enter_task",
-    "exchange_binding",
-    "generators_created",
-    "numpy_rng",
-    "python_rng",
-    "sample_word",
-    "torch_rng",
-]
-
-
 _Generators = tuple[rng_memory.MemoryGenerator[Any], ...]
 
 _AGAIN = 0x616761696E

@@ -30,16 +30,6 @@ import torch
 from minato._compat import bit_generator_of, may_access_memory, numpy_state, python_state
 from minato._core import StateSnapshot
 
-__all__ = [
-    "GlobalGenerators",
-    "MemoryGenerator",
-    "found_in_memory",
-    "numpy_generator",
-    "own_generator",
-    "python_generator",
-    "torch_generator",
-]
-
 WORDS = 624
 PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
 
@@ -162,6 +152,8 @@ class PythonInMemory(MemoryGenerator[float | None]):
 
 
 class PythonByCall(_ByCall[tuple[object, ...]]):
+    """The same by ``setstate``."""
+
     def __init__(self, generator: random.Random, stream: int) -> None:
         super().__init__(WORDS, stream)
         self._generator = generator
@@ -232,6 +224,8 @@ class NumpyInMemory(MemoryGenerator[None]):
 
 
 class NumpyByCall(_ByCall[bytes]):
+    """The same by ``set_state``, of any bit generator."""
+
     def __init__(self, generator: np.random.RandomState, stream: int) -> None:
         self._generator = generator
         self._kind = type(bit_generator_of(generator))
@@ -337,6 +331,8 @@ class BitsInMemory(MemoryGenerator[None]):
 
 
 class BitsByCall(_ByCall[bytes]):
+    """The state of any bit generator, by its attribute."""
+
     def __init__(self, bits: object, stream: int) -> None:
         super().__init__(WORDS if type(bits) is np.random.MT19937 else 8, stream)
         self._bits: Any = bits

@@ -17,19 +17,6 @@ from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.pools import WorkerPool
 from minato.workers.shared_state import SharedState
 
-__all__ = [
-    "CONTROLLERS",
-    "AutoscaleState",
-    "ControllerSettings",
-    "ControllerState",
-    "Measurement",
-    "Scaler",
-    "corrected",
-    "formula_1",
-    "formula_2",
-    "paper",
-]
-
 _ENOUGH = 0.02
 """A consumer that waits for at most this share of its time has enough."""
 _BUSY = 0.8

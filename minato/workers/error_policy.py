@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # minato.SampleFailure needs none of these
     from minato.workers.fetch import Fetcher
     from minato.workers.runner import Ran, Runner
 
-__all__ = ["FailureCount", "FailureHandler", "FailureLog", "SampleFailure", "SampleRetry"]
-
 _LEAST = 100
 """An epoch of unknown length counts as at least this many samples where ``max_failures`` is a share."""
 

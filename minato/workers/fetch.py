@@ -18,8 +18,6 @@ from minato.sampling.samplers import as_given
 from minato.transforms.compose import Transforms
 from minato.workers.plan import WorkerPlan
 
-__all__ = ["LEAST_BOUND", "LEAST_ROWS", "Fetcher", "Items", "fetcher_of", "one_each"]
-
 _Load = Callable[[Any], Any]
 _METHODS = FunctionType, MethodDescriptorType
 """Types of ``__getitem__`` that are called sooner than an index is taken."""

@@ -18,8 +18,6 @@ from minato.workers.reading import Host, Taken
 from minato.workers.runner import Ran
 from minato.workers.worker import ALL_SAMPLES, RUN_NS, Worker, WorkerParts
 
-__all__ = ["HostWorker", "OfferedItems", "ReadingWorker"]
-
 _ENTRY = np.dtype([("offset", "u8"), ("nbytes", "u8")])
 _ALIGNMENT = 64
 _WORTH = 8

@@ -16,8 +16,6 @@ from minato.sampling.resume import DatasetStates
 from minato.scheduling.orders import Order
 from minato.transforms.compose import Transforms
 
-__all__ = ["Pipeline", "ReaderPlan", "WorkerPlan"]
-
 
 class WorkerTracks(Protocol):
     """The tracks of a trace that workers write to (``minato.observe.trace``)."""

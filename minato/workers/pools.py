@@ -30,9 +30,6 @@ from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, 
 from minato.workers.worker import Worker
 from minato.workers.worker_process import WorkerContext, host_of, initialise
 
-__all__ = ["MainReader", "ProcessPool", "ThreadPool", "WorkerPool"]
-
-
 _ARRIVAL_S = 2.0
 """A worker that has not begun after this time does not wait for a core, and further workers start."""
 _SERVER_ENDS_S = 10.0

@@ -58,8 +58,6 @@ from minato.transforms.rng import exchange_binding
 from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
 
-__all__ = ["Host", "Reader", "Taken", "announced", "lending_info", "seed_generators"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

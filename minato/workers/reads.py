@@ -30,16 +30,6 @@ from minato.options import FetchOptions
 from minato.transforms.rng import SampleRandomness, enter_task
 from minato.workers.shared_state import SharedReadLimit
 
-__all__ = [
-    "LEAST_LISTS",
-    "BegunLists",
-    "Hedging",
-    "InFlight",
-    "Read",
-    "Reads",
-    "reads_of",
-]
-
 _Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
 """``__beginitems__`` of a dataset: ``(indices, done) -> whether it has begun``."""
 

@@ -27,16 +27,6 @@ from minato.transforms.rng import Captured, SampleRandomness
 from minato.workers.plan import WorkerPlan
 from minato.workers.reads import Read
 
-__all__ = [
-    "WORTH_BINDING_NS",
-    "CostEstimate",
-    "Deferral",
-    "DeferredSample",
-    "Ran",
-    "Runner",
-    "StageRunner",
-]
-
 _PROBES = 16
 """Number of first samples that are watched for draws."""
 WORTH_BINDING_NS = 50_000

@@ -24,8 +24,6 @@ from minato._support.items import name_of
 from minato.errors import SampleTimeoutError
 from minato.workers.shared_state import CurrentWork
 
-__all__ = ["RunningSamples", "SampleWatchdog", "StackFile"]
-
 _LOOKS = 4
 """Checks of a sample within its limit."""
 _LONGEST_S = 3600.0

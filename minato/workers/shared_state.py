@@ -26,17 +26,6 @@ from minato.batching.serialization import StoredIndices
 from minato.observe.meters import Meters
 from minato.sampling.readers import ReaderBoard
 
-__all__ = [
-    "ActiveWorkers",
-    "Collation",
-    "CurrentSample",
-    "CurrentWork",
-    "SharedLayout",
-    "SharedReadLimit",
-    "SharedState",
-    "Suspects",
-]
-
 _WORDS_NBYTES = SharedWords.nbytes(1)
 _PATIENCE_S = 1.0
 """The longest sleep of an inactive worker between two checks that its parent is alive."""

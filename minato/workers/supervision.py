@@ -41,15 +41,6 @@ from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.shared_state import Collation, CurrentSample, CurrentWork, Suspects
 from minato.workers.worker_process import WorkerContext
 
-__all__ = [
-    "UNREADABLE",
-    "ExitWatch",
-    "RestartPolicy",
-    "StartedProcesses",
-    "WorkerLoss",
-    "WorkerRecovery",
-]
-
 _RECORDING_S = 1.0
 """How long another thread may take to store the exit code that it has read."""
 UNREADABLE = 255

@@ -24,8 +24,6 @@ from minato.workers.reads import BegunLists, InFlight, Read
 from minato.workers.runner import DeferredSample, Fetch, Ran, Runner
 from minato.workers.shared_state import SharedState
 
-__all__ = ["ConcurrentWorker", "Worker", "WorkerParts", "run_again"]
-
 RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000

@@ -62,15 +62,6 @@ from minato.workers.worker import ConcurrentWorker, Worker, WorkerParts, run_aga
 if sys.platform != "win32":  # which has threads only
     import fcntl
 
-__all__ = [
-    "WorkerContext",
-    "host_of",
-    "initialise",
-    "parent_watch",
-    "run_worker_process",
-    "seed_worker",
-]
-
 _SERVING_S = 0.02
 """Interval between two looks whether a worker that has sent descriptors may end."""
 
