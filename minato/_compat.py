@@ -83,8 +83,7 @@ def length_was_asked(iterator: TorchIterator) -> bool:
     return iterator._IterableDataset_len_called is not None
 
 
-INDEX_SAMPLER = "_index_sampler"
-"""The name of the attribute that :func:`index_sampler` returns."""
+INDEX_SAMPLER = "_index_sampler"  # the name of the attribute that index_sampler() returns
 
 
 def index_sampler(loader: TorchDataLoader[object]) -> Any:
@@ -135,8 +134,7 @@ def _parts() -> list[object]:
     return found
 
 
-_TORCHS: list[object] = []
-"""These parts when they were found to be torch's; empty: they were not."""
+_TORCHS: list[object] = []  # these parts when they were found to be torch's; empty: they were not
 
 
 def parts_stay() -> bool:

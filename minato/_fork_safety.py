@@ -62,8 +62,7 @@ def renew_in_children(owner: T, renew: Callable[[T], None]) -> None:
 
 # ---- calls of libraries ----
 
-_calls: dict[int, int] = {}
-"""Number of calls that a fork must not interrupt, by thread."""
+_calls: dict[int, int] = {}  # number of calls that a fork must not interrupt, by thread
 _calls_changed = threading.Condition()
 _forking: int | None = None
 _interrupted = False
@@ -157,14 +156,10 @@ class _Child(Borrower):
 
 
 _loans: weakref.WeakSet[Loans] = weakref.WeakSet()
-_lent: list[tuple[Loans, list[Any]]] = []
-"""During a fork: what the child shares."""
-_child: _Child | None = None
-"""During a fork: the child to be."""
-_inherited: list[_Child] = []
-"""In a child: itself, as its parent sees it."""
-_worker = threading.local()
-"""The borrower for which this thread starts a worker of ours."""
+_lent: list[tuple[Loans, list[Any]]] = []  # during a fork: what the child shares
+_child: _Child | None = None  # during a fork: the child to be
+_inherited: list[_Child] = []  # in a child: itself, as its parent sees it
+_worker = threading.local()  # the borrower for which this thread starts a worker of ours
 
 
 @contextmanager
@@ -220,10 +215,8 @@ def end_copy(owner: int | None, error: BaseException | None) -> None:
 
 _getsignal: Callable[[int], Any] = importlib.import_module("_signal").getsignal
 """``signal.getsignal``, which looks each handler up in an enum: 100 times slower."""
-_deferred: dict[int, Any] = {}
-"""Handlers of the signals that are deferred at present, by number."""
-_arrived: set[int] = set()
-"""The signals that have come meanwhile."""
+_deferred: dict[int, Any] = {}  # handlers of the signals that are deferred at present, by number
+_arrived: set[int] = set()  # the signals that have come meanwhile
 
 
 def _defer(number: int, frame: object) -> None:

@@ -221,8 +221,7 @@ _PATIENCE_S = 60.0
 """How long to wait for another process to open the cache, which takes milliseconds."""
 _SYNC_BYTES, _SYNC_S = 64 << 20, 30.0
 """How much a process writes, and for how long, before it has the disk keep it."""
-_PREFIX_BYTES = 16
-"""The part of a key that names the dataset and its transforms."""
+_PREFIX_BYTES = 16  # the part of a key that names the dataset and its transforms
 _USED_NS = 10**9
 """How precise the time is at which a prefix was last used: a process that uses it all the time notes it so often."""
 _TOTAL = b"bytes"

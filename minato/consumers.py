@@ -19,12 +19,10 @@ from minato.errors import shortened
 
 _LIVENESS_S = 1.0
 """How often a waiting consumer checks whether the threads that it waits for are alive."""
-_MOST = 4096
-"""Each is for a thread."""
+_MOST = 4096  # each is for a thread
 
 
-_Outcome = tuple[Any, Exception | None]
-"""A batch, or the error in its place."""
+_Outcome = tuple[Any, Exception | None]  # a batch, or the error in its place
 
 
 class _Member:

@@ -62,8 +62,7 @@ _REFUSING = (
     *("minato.engine.caching", "torch.utils.data.dataloader", "torch.utils.data.sampler"),
 )
 """Modules whose exceptions say what to do."""
-_STARTERS = ("multiprocessing", "threading", "minato")
-"""Modules in whose frames workers begin."""
+_STARTERS = ("multiprocessing", "threading", "minato")  # modules in whose frames workers begin
 _DATASETS = ("minato.sources", "minato.sharing")
 """Modules whose frames stay, as those of any dataset."""
 

@@ -51,15 +51,12 @@ DEFAULT_MAX_LAG = 32
 _MIXING = ("arrival", "fast_first")
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
-_MOST_WORKERS = 4096
-"""For which the ledger has numbers."""
+_MOST_WORKERS = 4096  # for which the ledger has numbers
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 """The default of ``AutoScale.max`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
-_TAKES_CLASSES = ("transforms",)
-"""A class may transform a sample: str, or a path."""
-_LEAST_BUDGET = 100
-"""Bytes; a smaller number is meant as one of gigabytes."""
+_TAKES_CLASSES = ("transforms",)  # a class may transform a sample: str, or a path
+_LEAST_BUDGET = 100  # bytes; a smaller number is meant as one of gigabytes
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _NOT_FOR_ACTORS = (
     *("concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls"),

@@ -42,8 +42,7 @@ from minato.workers.worker_process import WorkerContext, seed_worker
 _NOTICEABLE = 0.1
 """A round trip to the actor is noticeable if it takes more than this share of a sample's time."""
 _MOST_AHEAD = 8
-_SMOOTHING = 0.3
-"""Weight of the latest sample in the mean times."""
+_SMOOTHING = 0.3  # weight of the latest sample in the mean times
 
 
 @dataclass(frozen=True)

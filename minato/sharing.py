@@ -61,8 +61,7 @@ V = TypeVar("V")
 S = TypeVar("S", bound="_Shared")
 
 
-LEAST_ITEMS = 1000
-"""Shorter lists and dictionaries in a dataset stay; what they hold is looked at."""
+LEAST_ITEMS = 1000  # shorter lists and dictionaries in a dataset stay; what they hold is looked at
 LEAST_ARRAY_NBYTES = 1 << 16
 _SHAREABLE = (list, tuple, dict)
 _CONTAINERS = (*_SHAREABLE, set, frozenset, deque)
@@ -231,8 +230,7 @@ class _Shared:
 
     _memory: ReadOnlyMemory
     _layout: Any
-    _original: str
-    """The type that it has been made of."""
+    _original: str  # the type that it has been made of
 
     def _attach(self, memory: ReadOnlyMemory, layout: Any) -> None:
         self._memory, self._layout = memory, layout

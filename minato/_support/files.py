@@ -24,13 +24,11 @@ if sys.platform != "win32":
     import grp
     import pwd
 
-_PRIVATE = 0o600
-"""Mode of files that hold keys, samples or texts of errors."""
+_PRIVATE = 0o600  # mode of files that hold keys, samples or texts of errors
 _CHUNK_BYTES = 4096
 _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
-_POLL_S = 0.01
-"""Between two looks at the lock of a file: flock() has no time limit."""
+_POLL_S = 0.01  # between two looks at the lock of a file: flock() has no time limit
 
 _Path = str | os.PathLike[str]
 

@@ -10,8 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader
 
-TorchDataLoader = DataLoader
-"""Torch's own class, whatever stands under its name in torch."""
+TorchDataLoader = DataLoader  # torch's own class, whatever stands under its name in torch
 Name = tuple[ModuleType, str]
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -42,12 +42,10 @@ _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 """Types whose items are looked at. The order of a set differs between processes."""
 MEMBERS = types.GetSetDescriptorType, types.MemberDescriptorType
 """Types of what a class has in place of its instances' attributes."""
-_TRIES = 3
-"""How often a container that another thread changes is read."""
+_TRIES = 3  # how often a container that another thread changes is read
 _MOST_ITEMS = 1024
 _MOST_ALIKE, _MOST_ITEMS_ALIKE = 32, 2048
-_MOST_LOOKS = 20_000
-"""Values that a search looks at in all."""
+_MOST_LOOKS = 20_000  # values that a search looks at in all
 _MOST_GLANCED, _MOST_LEVELS, _GLANCED_EACH, _LEFT_OUT_EACH = 32_768, 16, 512, 32
 """Values that a glance looks at, how deep they lie, and as how many a new object counts, and one that is left out."""
 
@@ -715,10 +713,8 @@ _DESCRIPTORS = {
 # ---- lengths and sizes ----------------------------------------------------------------------
 
 _NUMBER_BYTES = 8
-_MOST_PARTS = 8
-"""The size of longer lists and dictionaries is extrapolated from their first values."""
-_MOST_LOOKS_OF_SAMPLE = 128
-"""Objects that are looked at in a sample."""
+_MOST_PARTS = 8  # the size of longer lists and dictionaries is extrapolated from their first values
+_MOST_LOOKS_OF_SAMPLE = 128  # objects that are looked at in a sample
 _TEXTS: tuple[Any, ...] = (str, bytes, bytearray)
 _OF_NUMPY = tuple((each, vars(each)["nbytes"].__get__) for each in (np.ndarray, np.generic))
 _NBYTES: dict[int, Callable[[Any], int]] = {

@@ -56,8 +56,7 @@ if TYPE_CHECKING:
 
 Purpose: TypeAlias = Literal["sample", "result"]
 """The purpose of a pickle; see :class:`SidePickler`."""
-Reducer: TypeAlias = Callable[[Any], Any]
-"""Returns what an object's ``__reduce__`` would return."""
+Reducer: TypeAlias = Callable[[Any], Any]  # returns what an object's ``__reduce__`` would return
 
 _ADVICE = (
     "Got pickle error when attempting to start a worker Process. "
@@ -77,8 +76,7 @@ _KNOWN_REDUCERS = ("minato", "multiprocessing", "torch")
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KNOWN_TYPES = {np.dtype(np.dtype(code).str).num for code in np.typecodes["All"]}
 """Numbers of NumPy's types that their pickle keeps: of several of one size, one."""
-_CACHED: Any = type(functools.cache(len))
-"""What functools.cache makes of a function."""
+_CACHED: Any = type(functools.cache(len))  # what functools.cache makes of a function
 _GUARD = re.compile(r"""if\s*\(?\s*__name__\s*==\s*["']__main__["']""")
 _STEP = re.compile(r"\.\w+|\[[^]]*\]")
 _SPARSE_BYTES = 1 << 20
@@ -332,8 +330,7 @@ class SidePickler(pickle.Pickler):
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
-    _by_value: Any = None
-    """cloudpickle's pickler, once there is something that no child can import."""
+    _by_value: Any = None  # cloudpickle's pickler, once there is something that no child can import
 
     def reduce_part(self, value: object) -> Any:
         """Reduce what must not be copied, also where a class or function that goes by value refers to it."""

@@ -22,8 +22,7 @@ _CONVERTED: dict[type, Callable[[Any], object]] = {
     complex: complex.__pos__,
 }
 """The value of a subclass without the subclass's own methods."""
-_LONGEST = 1000
-"""Of a text of an object, in characters."""
+_LONGEST = 1000  # of a text of an object, in characters
 _IN_LINES = dict.fromkeys(
     [*range(9), *range(0xB, 0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}"
 )

@@ -28,10 +28,8 @@ _SHARE = 13
 """Slot k (from 0) gets the arena's size divided by this and by k + 1: it is used while k other batches are alive, and
 all share the machine's memory. Of 4 TiB, 160,000 slots get more than the least size, and there is room for all."""
 _LEAST_SLOT_BYTES = 1 << 21
-_HEADROOM = 2
-"""The least size of a slot, in multiples of the largest batch seen."""
-_SPARE_SLOTS = 4
-"""Free slots that keep their pages, beyond the number in flight."""
+_HEADROOM = 2  # the least size of a slot, in multiples of the largest batch seen
+_SPARE_SLOTS = 4  # free slots that keep their pages, beyond the number in flight
 _KEPT_BYTES = 1 << 22
 """Free slots that take less than this together keep their pages: to give them back costs more than they do."""
 _FADING = 0.999

@@ -41,8 +41,7 @@ class ErrorTransport(NamedTuple):
     wrap: Callable[..., ExceptionWrapper | BaseException] = noted
 
 
-AS_RAISED = ErrorTransport()
-"""Exceptions stay what they are, and all but Exception end the worker."""
+AS_RAISED = ErrorTransport()  # exceptions stay what they are, and all but Exception end the worker
 
 
 class _Travelling(ExceptionWrapper):

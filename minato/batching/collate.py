@@ -333,8 +333,7 @@ def like(first: Mapping[object, object], batch: dict[object, object]) -> Any:
 
 _LEAST_RECYCLED_BYTES = 64 << 10
 """Smaller batches get memory of their own, which the C library hands out from warm pages."""
-_MOST_KEPT_BYTES = 32 << 20
-"""glibc keeps no larger block, whatever it has got back."""
+_MOST_KEPT_BYTES = 32 << 20  # glibc keeps no larger block, whatever it has got back
 _SHARED_WORK_BYTES = 2 << 20
 """From this size on, several threads copy faster than one, even if they have to wake up first: they may have made the
 samples, which then lie in the caches of their cores."""

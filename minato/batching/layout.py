@@ -36,12 +36,10 @@ Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Collator: TypeAlias = Callable[[Iterator[Any], Iterator[Any]], Any]
 """Makes a batch of its tensors and its columns of strings."""
 
-_ALIGNMENT_BYTES = 64
-"""Each field of a batch starts on its own cache line."""
+_ALIGNMENT_BYTES = 64  # each field of a batch starts on its own cache line
 _ALIKE_BYTES = 64 << 10
 _KEPT_LAYOUTS = 256
-_KEPT_BATCH_SIZES = 64
-"""A loader needs one or two of each, unless shapes or batch sizes vary."""
+_KEPT_BATCH_SIZES = 64  # a loader needs one or two of each, unless shapes or batch sizes vary
 
 _HEAD = struct.Struct("<QQQ16sQ")
 """Offset of the fields, number of samples that they are for, bytes of the layout, which follows the head, its digest,

@@ -17,8 +17,7 @@ from minato._core.segment import Memory
 
 _MAX_DEPTH = 32
 _MAX_NDIM = 64
-CHANNELS_NDIMS = (4, 5)
-"""Numbers of dimensions of samples that can have channels last."""
+CHANNELS_NDIMS = (4, 5)  # numbers of dimensions of samples that can have channels last
 
 NUMPY_DTYPES = {
     np.dtype(name).str: getattr(torch, name)
@@ -179,8 +178,7 @@ _PICKLES = {
     *("__getnewargs__", "__getnewargs_ex__", "__getstate__"),
     *("__reduce__", "__reduce_ex__", "__setstate__"),
 }
-_NUMBERS = "?biufcSUmM"
-"""Kinds of NumPy's dtypes without objects or fields."""
+_NUMBERS = "?biufcSUmM"  # kinds of NumPy's dtypes without objects or fields
 _has_names: Callable[[torch.Tensor], bool] = getattr(
     torch.Tensor, "has_names", lambda tensor: False
 )

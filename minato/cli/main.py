@@ -33,8 +33,7 @@ from minato.loader import DataLoader, is_active, torch_arguments
 from minato.observe.text import format_value
 from minato.options import CostBatches
 
-_QUIET = 0.5
-"""Load average per core from which on other programs decide what a comparison shows."""
+_QUIET = 0.5  # load average per core from which on other programs decide what a comparison shows
 
 
 class _Refused(Exception):

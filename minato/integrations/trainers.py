@@ -34,8 +34,7 @@ class _Build:
     """A rebuilding of a loader of minato's that is going on."""
 
     make: Callable[..., Any]
-    deals: bool = False
-    """Whether each rank reads its share by itself."""
+    deals: bool = False  # whether each rank reads its share by itself
     stateful: bool = False
     done: bool = False
 

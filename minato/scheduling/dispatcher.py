@@ -52,8 +52,7 @@ _STAYS_WHOLE = (
     "tuples and dictionaries of these (in_order=False alone means order='arrival')"
 )
 _ALL_WORKERS = (1 << 31) - 1
-_TABLE_NBYTES = 16
-"""For each sample, of the table of items that workers offer to each other."""
+_TABLE_NBYTES = 16  # for each sample, of the table of items that workers offer to each other
 
 
 STOPPED_S = 1.0

@@ -6,8 +6,7 @@ import weakref
 
 from minato.errors import log, warn
 
-_DEPTH = 2
-"""Batches per worker at the start, as torch's default ``prefetch_factor``."""
+_DEPTH = 2  # batches per worker at the start, as torch's default ``prefetch_factor``
 _REFILL_SHARE, _MOST_REFILLED = 4, 16
 """The window is low when more than a quarter of it is empty, or more than this number of batches."""
 

@@ -27,24 +27,18 @@ _CRITERIA = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))
 The rarer the slow samples, the more they must stand out. If no criterion holds, costs are uniform and no sample is
 slow: a percentile alone would flag its share of noise.
 """
-_HYSTERESIS = 0.9
-"""A criterion that holds ends to hold below this part of its ratio."""
+_HYSTERESIS = 0.9  # a criterion that holds ends to hold below this part of its ratio
 _TOO_MANY, _FEW = 1.4, 1.2
 """Multiples of the share that the percentile should flag, at which the policy falls back and returns."""
 _PANES_TO_FALL_BACK, _PANES_TO_RETURN = 2, 4
 _FALL_BACK_SHARE = 0.4
 """The fall-back flags this part of what the percentile flags: 10 % in place of 25 %."""
-_NEVER_NS = 1 << 62
-"""Longer thresholds are this one, of a hundred years; also infinity."""
-_MIN_SAMPLES = 8
-"""Fewer samples are no statistics, however long they took."""
-_MIN_NS = 100_000
-"""Cheaper samples are never slow: deferring them costs as much."""
+_NEVER_NS = 1 << 62  # longer thresholds are this one, of a hundred years; also infinity
+_MIN_SAMPLES = 8  # fewer samples are no statistics, however long they took
+_MIN_NS = 100_000  # cheaper samples are never slow: deferring them costs as much
 # The early start
-_NEWEST = 0.5
-"""Weight of a sample's latest cost against that of all earlier ones."""
-_MAX_INDICES = 1 << 25
-"""Larger indices are not recorded: 128 MiB of costs."""
+_NEWEST = 0.5  # weight of a sample's latest cost against that of all earlier ones
+_MAX_INDICES = 1 << 25  # larger indices are not recorded: 128 MiB of costs
 _INT64 = 1 << 63
 _MIN_MEAN_NS = 400_000
 """Recording a sample takes the training process some microseconds: at most a hundredth of the workers' time."""

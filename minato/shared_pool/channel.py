@@ -34,22 +34,16 @@ from minato.batching.reader import BatchDescriptor as BatchDescriptor
 from minato.sampling.progress import BatchPart, Completed
 from minato.shared_pool.rendezvous import Rendezvous
 
-_MOST_BYTES = 1 << 28
-"""Size limit of a message; the state of a resumed epoch can be large."""
+_MOST_BYTES = 1 << 28  # size limit of a message; the state of a resumed epoch can be large
 _BUFFER_BYTES = 1 << 20
 """Send buffer for messages that the other process has not read; the kernel may allow less (net.core.wmem_max)."""
-_STALL_S = 30
-"""A process that takes or sends no byte of a message for this long counts as ended."""
-_HANDSHAKE_S = 30.0
-"""Time limit of the handshake in the server."""
-_MAX_PENDING = 64
-"""Number of connections in their handshake; others wait in the socket's queue."""
-_AGAIN_S = 0.02
-"""Pause between attempts to connect."""
+_STALL_S = 30  # a process that takes or sends no byte of a message for this long counts as ended
+_HANDSHAKE_S = 30.0  # time limit of the handshake in the server
+_MAX_PENDING = 64  # number of connections in their handshake; others wait in the socket's queue
+_AGAIN_S = 0.02  # pause between attempts to connect
 _PAUSE_S = 0.1
 """Pause after a connection could not be accepted: for lack of descriptors, the next attempt would fail as well."""
-LIVENESS_S = 1.0
-"""Interval of liveness checks while waiting."""
+LIVENESS_S = 1.0  # interval of liveness checks while waiting
 _JOIN_S = 5.0
 """Upper bound for the wait for a thread that is to end; only a starved one takes so long."""
 
@@ -59,8 +53,7 @@ _TIMEVAL = struct.Struct("ll")
 _WITH_DESCRIPTOR = "arena"
 """The kind of message that a file descriptor follows; only the server sends it."""
 
-_NUMBER_LIMIT = 1 << 64
-"""Of numbers: hashes have 64 bits."""
+_NUMBER_LIMIT = 1 << 64  # of numbers: hashes have 64 bits
 Pairs = tuple[tuple[int, int], ...]
 _LISTS_OF_PAIRS = (Pairs, list[tuple[int, int]])
 _Signed = NewType("_Signed", int)

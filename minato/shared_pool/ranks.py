@@ -18,8 +18,7 @@ from minato.sampling.progress import Completed
 from minato.shared_pool.channel import BatchMessage, Channel, Hello, RankMessage
 from minato.shared_pool.source import LeasedBatch
 
-PREFETCH_BATCHES = 2
-"""Batches that each rank requests ahead of use."""
+PREFETCH_BATCHES = 2  # batches that each rank requests ahead of use
 _DRAIN_BATCHES = 64
 """Batches sent without a request when the server exits, as far as the socket's buffer takes them."""
 

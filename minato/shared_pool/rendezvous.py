@@ -22,8 +22,7 @@ _JOB = ("MASTER_ADDR", "MASTER_PORT", *_TORCHELASTIC, "GROUP_RANK")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KINDS = (".key", ".sock")
 _BACKLOG = 64
-_LEFT_S = 60.0
-"""Files older than this whose socket has no listener were left by killed processes."""
+_LEFT_S = 60.0  # files older than this whose socket has no listener were left by killed processes
 
 
 class Found(NamedTuple):

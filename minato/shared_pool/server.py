@@ -31,8 +31,7 @@ _EXIT_WAIT_S = 5.0
 """How long the exiting server waits for ranks in the middle of an epoch that make no progress."""
 _DRAIN_S = 60.0
 """The same limit while a rank has yet to begin the epoch, or if only the server's rank has finished it."""
-_SERVING: set[PoolServer] = set()
-"""All servers whose threads run."""
+_SERVING: set[PoolServer] = set()  # all servers whose threads run
 forget_in_children(_SERVING.clear)
 
 

@@ -35,8 +35,7 @@ _WITH_USERS = re.compile(
 
 _CHAINED = re.compile(r"::(?=(?:[\w+.-]+::)*[\w+.-]+://)")
 """Stands between the URLs of a chain, as fsspec has them: ``zip://a.txt::https://host/b.zip``."""
-_PATHS = ("file", "local", "zip", "tar")
-"""Schemes of URLs that are plain paths."""
+_PATHS = ("file", "local", "zip", "tar")  # schemes of URLs that are plain paths
 _HOST = re.compile(r"(\[.*\]|[^:]*)(:\d*)?")
 
 _URL = re.compile(r"(?<![\w+.:-])[\w+.:-]+://[^\s'\"<>]+")

@@ -36,8 +36,7 @@ __all__ = ["Objects", "Part", "tar_members"]
 
 T = TypeVar("T")
 
-_HEADERS_BYTES = 64 << 10
-"""Read-ahead in a tar file."""
+_HEADERS_BYTES = 64 << 10  # read-ahead in a tar file
 _REFUSED = re.compile(
     r"status code: 4(?!08|25|29)\d\d|os error (1|2|13|20|21|22|27|28|30|36|40|122)\)|builder error"
     r"|canonicalize"  # a directory that does not exist

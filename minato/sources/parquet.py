@@ -33,8 +33,7 @@ __all__ = ["Parquet", "ParquetShards", "ParquetStream"]
 
 T = TypeVar("T")
 
-_GROUPS, _ROWS = 0, 1
-"""The purpose of a generator, a part of its seed after (seed, epoch)."""
+_GROUPS, _ROWS = 0, 1  # the purpose of a generator, a part of its seed after (seed, epoch)
 
 _READ_AS = {
     **dict.fromkeys((pa.string(), pa.string_view()), pa.large_string()),
@@ -43,8 +42,7 @@ _READ_AS = {
 """Types of columns that hold at most 2 GiB, or of which Arrow cannot select rows, and those that it makes of them."""
 
 _Get = Callable[[int], Any]
-_Rows = tuple[int, Callable[[int], Row]]
-"""Number of rows, and the function that returns row i."""
+_Rows = tuple[int, Callable[[int], Row]]  # number of rows, and the function that returns row i
 
 
 class _RowGroups:

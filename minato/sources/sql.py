@@ -16,8 +16,7 @@ from minato.sources.base import KeyedSource, Retry, Row, SourceError
 
 __all__ = ["SQLite", "TableSource", "quoted", "quoted_column"]
 
-_BUSY_S = 5.0
-"""How long SQLite itself waits for a writer."""
+_BUSY_S = 5.0  # how long SQLite itself waits for a writer
 _TRANSIENT = frozenset({5, 6, 10, 15})
 """SQLITE_BUSY, LOCKED, IOERR and PROTOCOL, which another process or the file system may have caused."""
 

@@ -34,10 +34,8 @@ from minato.errors import Postponed, warn
 from minato.sampling.resume import is_stateful
 from minato.transforms.rng_memory import GlobalGenerators
 
-_STATE_SHARE = 100
-"""States of a child take at most this part of the time."""
-_MOST_POINTS = 16
-"""More states of a child are not kept."""
+_STATE_SHARE = 100  # states of a child take at most this part of the time
+_MOST_POINTS = 16  # more states of a child are not kept
 _MOST_READERS = 4096
 State: TypeAlias = dict[str, Any]
 Dataset: TypeAlias = IterableDataset[Any]

@@ -17,11 +17,9 @@ from minato.checks import check_choice, check_number, did_you_mean, given_whole
 from minato.errors import not_the_end, warn
 from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 
-_PASS = 1 << 20
-"""Pass p of a source in epoch e is its epoch e + p * this."""
+_PASS = 1 << 20  # pass p of a source in epoch e is its epoch e + p * this
 Weights = Mapping[str, float]
-Phases = list[tuple[int, list[float]]]
-"""Ordinals from which on weights hold, and these."""
+Phases = list[tuple[int, list[float]]]  # ordinals from which on weights hold, and these
 
 
 def mix(

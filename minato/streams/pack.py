@@ -75,8 +75,7 @@ def _checked(fields: object) -> dict[str, float]:
 
 
 _OWN = {"position_ids", "segment_ids"}
-_ROWS, _TOKENS, _TRUNCATED, _DROPPED = range(4)
-"""What is counted."""
+_ROWS, _TOKENS, _TRUNCATED, _DROPPED = range(4)  # what is counted
 
 
 class Packed(Stream):

@@ -20,12 +20,10 @@ from minato.options import Retry
 
 T = TypeVar("T")
 R = TypeVar("R")
-State: TypeAlias = Any
-"""What ``state_dict()`` of the iterator of a shard returned."""
+State: TypeAlias = Any  # what ``state_dict()`` of the iterator of a shard returned
 
 _IS_FINAL = "_minato_is_final"
-_NAMED = 3
-"""Names in a message, of several."""
+_NAMED = 3  # names in a message, of several
 
 
 class Position(TypedDict):

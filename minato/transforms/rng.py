@@ -31,8 +31,7 @@ from minato.transforms.owned import OwnedGenerators
 
 _Generators = tuple[rng_memory.MemoryGenerator[Any], ...]
 
-_AGAIN = 0x616761696E
-"""Separates the words of later occurrences from those of indices."""
+_AGAIN = 0x616761696E  # separates the words of later occurrences from those of indices
 _INSTEAD = 1 << 32
 """Added to an occurrence, which is less, for what is drawn in place of the sample."""
 

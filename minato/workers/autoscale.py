@@ -17,29 +17,20 @@ from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.pools import WorkerPool
 from minato.workers.shared_state import SharedState
 
-_ENOUGH = 0.02
-"""A consumer that waits for at most this share of its time has enough."""
+_ENOUGH = 0.02  # a consumer that waits for at most this share of its time has enough
 _BUSY = 0.8
 """Workers that are busy for this share of their time are too few if the consumer waits, and enough otherwise."""
-_FULL = 0.8
-"""If this share of the batches in flight is ready, more workers cannot help."""
-_SATURATED = 0.95
-"""Use of the cores at which further workers only compete for them."""
-_PATIENCE = 4
-"""Periods without waiting before a step down."""
+_FULL = 0.8  # if this share of the batches in flight is ready, more workers cannot help
+_SATURATED = 0.95  # use of the cores at which further workers only compete for them
+_PATIENCE = 4  # periods without waiting before a step down
 _LEAST_GAIN = 0.5
 """A step up must raise the throughput by this share of its relative increase in workers."""
-_NO_LOSS = 0.97
-"""A step down must keep this share of the throughput if the consumer waits."""
-_HOLD, _MOST_DOUBLINGS = 8, 6
-"""Periods until a reverted step may be tried again; doubled each time."""
+_NO_LOSS = 0.97  # a step down must keep this share of the throughput if the consumer waits
+_HOLD, _MOST_DOUBLINGS = 8, 6  # periods until a reverted step may be tried again; doubled each time
 _LOOK_NS = 50_000_000
-_PERIOD_NS = 250_000_000
-"""A period lasts at least this long …"""
-_PERIOD_SAMPLES = 4
-"""… and at least this many samples of each worker, …"""
-_LONGEST_PERIOD_NS = 10_000_000_000
-"""… but at most this long."""
+_PERIOD_NS = 250_000_000  # a period lasts at least this long …
+_PERIOD_SAMPLES = 4  # … and at least this many samples of each worker, …
+_LONGEST_PERIOD_NS = 10_000_000_000  # … but at most this long
 _ROOM_TO_GROW = 2
 """Ratio of the largest number of workers in the next epoch to the active ones of the last."""
 _STARTING_NS = 20_000_000_000

@@ -31,11 +31,9 @@ _LEAST = 100
 _MOST_ANONYMOUS_BYTES = 16 << 20
 """Largest size of the records in memory; further failures are only counted."""
 _LONGEST_READ_BYTES = 4 << 20
-_WRITTEN_S = 0.05
-"""A line that has not grown for this time is complete, or cut."""
+_WRITTEN_S = 0.05  # a line that has not grown for this time is complete, or cut
 _BEGINS = b'{"index":'
-_LONGEST_TEXT = 1 << 16
-"""Of a message or traceback in the log, in characters."""
+_LONGEST_TEXT = 1 << 16  # of a message or traceback in the log, in characters
 _OF_EPOCHS = {
     outcome: (f"{outcome} in even epochs", f"{outcome} in odd epochs")
     for outcome in ("skipped", "substituted")

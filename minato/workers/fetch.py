@@ -21,10 +21,8 @@ from minato.workers.plan import WorkerPlan
 _Load = Callable[[Any], Any]
 _METHODS = FunctionType, MethodDescriptorType
 """Types of ``__getitem__`` that are called sooner than an index is taken."""
-LEAST_BOUND = 16
-"""Samples for which it pays to look up the dataset's method."""
-LEAST_ROWS = 8
-"""Fewer samples that are rows are copied sooner one by one."""
+LEAST_BOUND = 16  # samples for which it pays to look up the dataset's method
+LEAST_ROWS = 8  # fewer samples that are rows are copied sooner one by one
 
 
 class Fetcher:

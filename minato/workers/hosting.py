@@ -27,10 +27,8 @@ _LEAST_MEASURED = 8
 _MOST_OFFERED, _MOST_OFFERED_BYTES = 1024, 64 << 20
 """Items that a host has read ahead of the workers, and their bytes."""
 _CHUNK = 16
-_LONG_MEAN = 256
-"""Samples over which the mean cost of the transforms is taken."""
-_NEEDED_NS = 2_000_000_000
-"""How long items are offered after another worker had nothing to do."""
+_LONG_MEAN = 256  # samples over which the mean cost of the transforms is taken
+_NEEDED_NS = 2_000_000_000  # how long items are offered after another worker had nothing to do
 _MISSING = object()
 _LOOK_S = 0.002
 """How long a thread that only reads sleeps while enough is offered: nothing wakes it when items are claimed."""

@@ -34,8 +34,7 @@ _ARRIVAL_S = 2.0
 """A worker that has not begun after this time does not wait for a core, and further workers start."""
 _SERVER_ENDS_S = 10.0
 """How long a start is tried again while its fork server, which was killed, ends."""
-_LOOK_S = 0.02
-"""Interval between two checks whether a starting worker has begun."""
+_LOOK_S = 0.02  # interval between two checks whether a starting worker has begun
 _GRACE_S = 4.0
 """How long a shutdown waits for the threads; a thread that hangs in user code cannot be ended."""
 

@@ -61,12 +61,10 @@ from minato.workers.plan import WorkerPlan
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_STATE_SHARE = 100
-"""States that nobody asked for take at most this part of a worker's time."""
+_STATE_SHARE = 100  # states that nobody asked for take at most this part of a worker's time
 _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
 """One item of this number is taken into a checksum; the first ones, by which readers are compared."""
-_TELL_NS = 10_000_000_000
-"""Time between two messages of a reader that skips."""
+_TELL_NS = 10_000_000_000  # time between two messages of a reader that skips
 _LONGEST_S = 300.0
 """How long a thread waits for another one that has worker info; the first items of many readers may take minutes."""
 _UNBOUNDED = 1 << 60

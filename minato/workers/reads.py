@@ -33,21 +33,17 @@ from minato.workers.shared_state import SharedReadLimit
 _Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
 """``__beginitems__`` of a dataset: ``(indices, done) -> whether it has begun``."""
 
-_GRACE_S = 2.0
-"""How long a shutdown waits for reads in flight; the threads end with the process."""
+_GRACE_S = 2.0  # how long a shutdown waits for reads in flight; the threads end with the process
 LEAST_LISTS = 2
 """While the worker completes one batch, another is read; and as many are read at once if that is useful."""
 _MOST_IN_FLIGHT = 128
 """Samples of the batches that a worker reads at once, unless two batches have more."""
-_NEWEST = 0.25
-"""Weight of the newest time between two batches in their mean."""
+_NEWEST = 0.25  # weight of the newest time between two batches in their mean
 _WORTH_HIDING = 1 / 3
 """The least share of the time between two batches; a further batch in flight costs about an eighth of that time."""
 _MEASURED_EVERY_NS = 100_000_000
-_LEAST_READS = 20
-"""Reads that must have finished before a read counts as a straggler."""
-_LEAST_NS = 1_000_000
-"""A second request for a faster read saves nothing."""
+_LEAST_READS = 20  # reads that must have finished before a read counts as a straggler
+_LEAST_NS = 1_000_000  # a second request for a faster read saves nothing
 _MOST_SAVED = 2.0
 """Second requests that may accumulate in a time without stragglers, so that congestion causes no burst of them."""
 

@@ -27,8 +27,7 @@ from minato.transforms.rng import Captured, SampleRandomness
 from minato.workers.plan import WorkerPlan
 from minato.workers.reads import Read
 
-_PROBES = 16
-"""Number of first samples that are watched for draws."""
+_PROBES = 16  # number of first samples that are watched for draws
 WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound, which takes about a microsecond."""
 _WORTH_WATCHING = 8
@@ -44,8 +43,7 @@ _MEASURE_RARELY = 256
 """Of the runs of ``run_quickly``, each 256th makes way for one with a timed sample, which takes as long as three."""
 _FIRST_GUESS_NS = 1.9e6
 """The mean cost per sample before one has run: no two are claimed at once, and they are not worth measuring."""
-_RISE, _FALL = 0.2, 0.7
-"""The smoothing of the mean cost per sample."""
+_RISE, _FALL = 0.2, 0.7  # the smoothing of the mean cost per sample
 
 Fetch = Callable[[Any], Any]
 Bind = Callable[[int, Any], None]

@@ -24,16 +24,13 @@ from minato._support.items import name_of
 from minato.errors import SampleTimeoutError
 from minato.workers.shared_state import CurrentWork
 
-_LOOKS = 4
-"""Checks of a sample within its limit."""
+_LOOKS = 4  # checks of a sample within its limit
 _LONGEST_S = 3600.0
 """Between two looks: no system call takes an infinite time, which a limit may be."""
-_STACK_S = 1.0
-"""How long a process may take to write its stack; a stopped process never does."""
+_STACK_S = 1.0  # how long a process may take to write its stack; a stopped process never does
 _WRITTEN_S = 0.2
 """A stack that has not grown for this time is complete: a process may lose its core while it writes."""
-_POLL_S = 0.02
-"""Time between two looks at a stack that is awaited."""
+_POLL_S = 0.02  # time between two looks at a stack that is awaited
 _MOST_TOLD = 4
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.*)", (line \d+ in .*)$', re.MULTILINE)

@@ -29,8 +29,7 @@ from minato.sampling.readers import ReaderBoard
 _WORDS_NBYTES = SharedWords.nbytes(1)
 _PATIENCE_S = 1.0
 """The longest sleep of an inactive worker between two checks that its parent is alive."""
-_LINE = 64
-"""Bytes of a cache line, to which the parts are aligned."""
+_LINE = 64  # bytes of a cache line, to which the parts are aligned
 
 
 class ActiveWorkers:

@@ -41,20 +41,17 @@ from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.shared_state import Collation, CurrentSample, CurrentWork, Suspects
 from minato.workers.worker_process import WorkerContext
 
-_RECORDING_S = 1.0
-"""How long another thread may take to store the exit code that it has read."""
+_RECORDING_S = 1.0  # how long another thread may take to store the exit code that it has read
 UNREADABLE = 255
 """The exit code that multiprocessing reports if it comes through a fork server, and another thread has read it."""
-_GRACE_S = 3.0
-"""How long workers may take to exit after ``stop``."""
+_GRACE_S = 3.0  # how long workers may take to exit after ``stop``
 _TERMINATION_S = 1.0
 """How long they may then take after SIGTERM, and after SIGKILL: a cluster gives a program about five seconds in all."""
 _FATAL = 3
 """After this many deaths on a sample the sample is the cause; after as many before a first sample, the start."""
 _HOPELESS = 10
 """The same for deaths between samples by a signal from outside, which may have another cause than the program."""
-_COLLATION = -1
-"""Distinguishes the collation of a batch from its first sample."""
+_COLLATION = -1  # distinguishes the collation of a batch from its first sample
 
 if sys.platform != "win32":  # which has threads only
     _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}

@@ -38,8 +38,7 @@ WHOLE_BATCH, ALL_SAMPLES = 0, 1 << 31
 """How many samples to claim: a batch that no worker has begun, or all that are left of one."""
 _CLAIMED_SHARE = 4
 """While reads have finished, further ones are claimed when a fourth of the limit is free."""
-_WORTH_NOTING_NS = 100_000
-"""The costs of samples that cost more are recorded for the next epoch."""
+_WORTH_NOTING_NS = 100_000  # the costs of samples that cost more are recorded for the next epoch
 
 
 class WorkerParts(NamedTuple):

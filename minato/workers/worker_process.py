@@ -62,8 +62,7 @@ from minato.workers.worker import ConcurrentWorker, Worker, WorkerParts, run_aga
 if sys.platform != "win32":  # which has threads only
     import fcntl
 
-_SERVING_S = 0.02
-"""Interval between two looks whether a worker that has sent descriptors may end."""
+_SERVING_S = 0.02  # interval between two looks whether a worker that has sent descriptors may end
 
 
 @dataclass
