@@ -963,21 +963,15 @@ class CostBatches(_Group):
 
 
 class TorchArguments(NamedTuple):
-    """The arguments of torch that decide which options are possible.
-
-    Attributes:
-        in_threads: Whether the processes of ``multiprocessing_context`` are threads.
-        is_single: Whether single samples are loaded.
-        dataset_name: The default of ``Observe.name``.
-    """
+    """The arguments of torch that decide which options are possible."""
 
     in_order: bool
     has_batch_sampler: bool
     is_stream: bool
     drop_last: bool = False
-    in_threads: bool = False
-    is_single: bool = False
-    dataset_name: str = "dataset"
+    in_threads: bool = False  # whether the processes of ``multiprocessing_context`` are threads
+    is_single: bool = False  # whether single samples are loaded
+    dataset_name: str = "dataset"  # the default of ``Observe.name``
 
 
 @dataclass(frozen=True)

@@ -383,17 +383,12 @@ _OF_ROWS = (torch.Tensor, TensorDataset, *_ARRAYS)
 
 
 class Rows(NamedTuple):
-    """Consecutive samples of a batch that are rows.
+    """Consecutive samples of a batch that are rows."""
 
-    Attributes:
-        first: The first sample, as the dataset returns it.
-        sources: For each tensor of a sample, the memory of which it is a row: shape (rows, bytes), uint8, C-contiguous.
-        indices: Indices of the rows, in range: int64 of shape (count,), or a slice.
-    """
-
-    first: Any
+    first: Any  # the first sample, as the dataset returns it
+    # For each tensor of a sample, the memory of which it is a row: shape (rows, bytes), uint8, C-contiguous
     sources: list[Array]
-    indices: Array | slice
+    indices: Array | slice  # indices of the rows, in range: int64 of shape (count,), or a slice
     size: int
 
     def part(self, k: int, count: int) -> Rows:

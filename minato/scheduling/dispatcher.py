@@ -79,21 +79,15 @@ class Pool(Protocol):
 
 @dataclass
 class ConsumerWait:
-    """How long the training loop waits, and how many batches are ready for it.
+    """How long the training loop waits, and how many batches are ready for it."""
 
-    Attributes:
-        waited_ns: Total time of its waits for batches, without the present one since ``waiting_since_ns``; 0: none.
-        watched: Whether ``ready`` and ``ending`` are kept up to date.
-        ready: Batches that were ready at the last call of ``next()``.
-        ending: Whether nothing is left to open, so that workers soon idle.
-    """
-
+    # Total time of its waits for batches, without the present one since ``waiting_since_ns``; 0: none
     waited_ns: int = 0
     waiting_since_ns: int = 0
     delivered: int = 0
-    watched: bool = False
-    ready: int = 0
-    ending: bool = False
+    watched: bool = False  # whether ``ready`` and ``ending`` are kept up to date
+    ready: int = 0  # batches that were ready at the last call of ``next()``
+    ending: bool = False  # whether nothing is left to open, so that workers soon idle
 
     def end_wait(self) -> None:
         """Stop the clock, and add the wait to the total."""

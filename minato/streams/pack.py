@@ -131,18 +131,13 @@ class _Row(NamedTuple):
 
 @dataclass
 class _Filling:
-    """What is packed.
-
-    Attributes:
-        space: Of each open row, with its number; ascending.
-        ready: Rows to be given.
-        begun: Number of rows that were begun.
-    """
+    """What is packed."""
 
     open: dict[int, _Row] = field(default_factory=dict)
+    # Of each open row, with its number; ascending
     space: list[tuple[int, int]] = field(default_factory=list)
-    ready: list[_Row] = field(default_factory=list)
-    begun: int = 0
+    ready: list[_Row] = field(default_factory=list)  # rows to be given
+    begun: int = 0  # number of rows that were begun
     counts: list[int] = field(default_factory=lambda: [0] * 4)
 
     def copy(self) -> _Filling:

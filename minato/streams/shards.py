@@ -27,20 +27,13 @@ _NAMED = 3  # names in a message, of several
 
 
 class Position(TypedDict):
-    """The state of a reader's iterator.
+    """The state of a reader's iterator."""
 
-    Attributes:
-        shards: The names of the shards of each reader, in order.
-        done: How many of this reader's are done.
-        items: How many items of the next one are.
-        state: That of the next one's iterator, if it has one.
-        gone: The shards that were missing when a state was loaded: they are left out for the rest of the epoch.
-    """
-
-    shards: list[list[str]]
-    done: int
-    items: int
-    state: State
+    shards: list[list[str]]  # the names of the shards of each reader, in order
+    done: int  # how many of this reader's are done
+    items: int  # how many items of the next one are
+    state: State  # that of the next one's iterator, if it has one
+    # The shards that were missing when a state was loaded: they are left out for the rest of the epoch
     gone: list[str]
 
 

@@ -42,23 +42,16 @@ _STARTING_NS = 20_000_000_000
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of one period; shares are between 0 and 1.
+    """The measurement of one period; shares are between 0 and 1."""
 
-    Attributes:
-        ready_share: Batches that were ready, of those that may be in flight (the paper's Qsize / Qmax).
-        cpu_share: Use of the cores that the loader may use (the paper's Cusage).
-        waited_share: Part of the period in which the consumer waited for a batch.
-        busy_share: Part of the workers' time in which they ran a sample.
-        blocked_share: Part of that in which they slept, or waited for a disk or a network.
-        samples_per_s: The time that the workers were busy, over the mean time of the samples that they finished. (To
-            count the samples would be the same, but for those that straddle the period's ends.)
-    """
-
+    # Batches that were ready, of those that may be in flight (the paper's Qsize / Qmax)
     ready_share: float
-    cpu_share: float
-    waited_share: float
-    busy_share: float
-    blocked_share: float
+    cpu_share: float  # use of the cores that the loader may use (the paper's Cusage)
+    waited_share: float  # part of the period in which the consumer waited for a batch
+    busy_share: float  # part of the workers' time in which they ran a sample
+    blocked_share: float  # part of that in which they slept, or waited for a disk or a network
+    # The time that the workers were busy, over the mean time of the samples that they finished. (To count the samples
+    # would be the same, but for those that straddle the period's ends.)
     samples_per_s: float
 
 

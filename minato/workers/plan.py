@@ -79,33 +79,24 @@ class ReaderPlan(NamedTuple):
 
 
 class WorkerPlan(NamedTuple):
-    """The plan of a worker; travels to worker processes.
-
-    Attributes:
-        method: ``process``, ``thread`` or ``ray``.
-        in_main_process: There are no workers: the training loop runs the samples.
-        base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
-        seeds_samples: Randomness is bound to each sample rather than to the worker.
-        round_robin: Batch k is for worker k mod n, as in torch.
-        dataset_states: The states of the workers' copies of a map-style dataset that has a state.
-        stats: Times are measured for a report, and the slowest samples are kept.
-        times_items: There is a time limit: a lease names each item that a reader is asked for, not the first of some.
-    """
+    """The plan of a worker; travels to worker processes."""
 
     pipeline: Pipeline
-    method: str
-    in_main_process: bool
+    method: str  # ``process``, ``thread`` or ``ray``
+    in_main_process: bool  # there are no workers: the training loop runs the samples
     most_workers: int
     init_fn: Callable[[int], None] | None
-    base_seed: int
-    seeds_samples: bool
+    base_seed: int  # torch's draw for the workers, or a seed that follows from ``seed=``
+    seeds_samples: bool  # randomness is bound to each sample rather than to the worker
     order: Order
-    round_robin: bool
+    round_robin: bool  # batch k is for worker k mod n, as in torch
+    # The states of the workers' copies of a map-style dataset that has a state
     dataset_states: DatasetStates | None
     readers: ReaderPlan | None
     fetching: FetchOptions
-    stats: bool
+    stats: bool  # times are measured for a report, and the slowest samples are kept
     tracks: WorkerTracks | None
+    # There is a time limit: a lease names each item that a reader is asked for, not the first of some
     times_items: bool = False
 
     def tracer(self, number: int) -> Tracer:

@@ -50,39 +50,27 @@ _MOST_SAVED = 2.0
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """One sample to read, and its result; the caller has a ``tag`` for it.
-
-    Attributes:
-        seed: Seed of the sample's randomness; None if it is not bound to the sample.
-        again_for: The read that this second request hedges.
-        occurrence: How often the index came before in the epoch.
-        attempts: Requests for this sample in flight; two if it is hedged.
-        answered: Whether the sample is there, so that nobody waits for a further request.
-        used: Whether transforms have had the value, which they may have changed.
-        complete: Makes the value of what has arrived, in the worker's thread; None if ``value`` is there.
-        started_ns: When it began; 0 before that.
-        cpu_ns: Processor time of the thread that read it; 0 if it was not alone there.
-        asked: Number of generators that the read has got from minato.
-        step: The transform that raised ``error``, if that was not the dataset.
-    """
+    """One sample to read, and its result; the caller has a ``tag`` for it."""
 
     index: Any
     epoch: int
-    seed: int | None
+    seed: int | None  # seed of the sample's randomness; None if it is not bound to the sample
     tag: Any
-    again_for: Read | None = None
-    occurrence: int = 0
-    attempts: int = 1
+    again_for: Read | None = None  # the read that this second request hedges
+    occurrence: int = 0  # how often the index came before in the epoch
+    attempts: int = 1  # requests for this sample in flight; two if it is hedged
+    # Whether the sample is there, so that nobody waits for a further request
     answered: bool = False
-    used: bool = False
+    used: bool = False  # whether transforms have had the value, which they may have changed
+    # Makes the value of what has arrived, in the worker's thread; None if ``value`` is there
     complete: Callable[[], object] | None = None
     value: Any = None
     error: BaseException | None = None
-    started_ns: int = 0
+    started_ns: int = 0  # when it began; 0 before that
     duration_ns: int = 0
-    cpu_ns: int = 0
-    asked: int = 0
-    step: int = -1
+    cpu_ns: int = 0  # processor time of the thread that read it; 0 if it was not alone there
+    asked: int = 0  # number of generators that the read has got from minato
+    step: int = -1  # the transform that raised ``error``, if that was not the dataset
 
     def hedge(self) -> Read:
         """A second request for the sample."""

@@ -54,23 +54,17 @@ Occurrences = Callable[[int, int], list[int] | None]
 
 @dataclass(eq=False)
 class DeferredSample:
-    """A sample between two of its transforms, claimed as before; ``value`` is the result of those so far.
-
-    Attributes:
-        step: The transform that is next.
-        randomness: State of its generators (``SampleRandomness.capture``); None: they are not bound to samples.
-        active_ns: Time spent on it so far.
-        cpu_ns: Processor time spent on it so far; None: not measured.
-        longest: The longest stage so far (-1: the dataset) and its time in ns; unused if not measured.
-    """
+    """A sample between two of its transforms, claimed as before; ``value`` is the result of those so far."""
 
     position: int
     index: Any
     value: Any
-    step: int
+    step: int  # the transform that is next
+    # State of its generators (``SampleRandomness.capture``); None: they are not bound to samples
     randomness: Captured | None
-    active_ns: int
-    cpu_ns: int | None
+    active_ns: int  # time spent on it so far
+    cpu_ns: int | None  # processor time spent on it so far; None: not measured
+    # The longest stage so far (-1: the dataset) and its time in ns; unused if not measured
     longest: tuple[int, int]
     deferred_ns: int
 
