@@ -133,10 +133,7 @@ class ActorGroup:
 
 
 class ActorPool(ThreadPool):
-    """Worker threads with one actor each; a worker whose actor is lost is replaced.
-
-    ``recovery`` reassigns the samples of a lost worker. It returns a warning to give, or None; or it raises.
-    """
+    """Worker threads with one actor each; a worker whose actor is lost is replaced."""
 
     def __init__(
         self,

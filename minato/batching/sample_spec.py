@@ -257,8 +257,7 @@ class Handover:
     than with torch. Then the worker that makes the samples of a batch collates them: from the first such sample on,
     each worker claims whole batches, and each sample keeps its place, whatever the order.
 
-    It takes ``NBYTES`` from ``offset`` on, a multiple of 8; zeros mean that nothing is known. Each word is only ever
-    set, so that workers may do it at the same time.
+    Each word is only ever set, so that workers may do it at the same time; zeros mean that nothing is known.
     """
 
     NBYTES = 64

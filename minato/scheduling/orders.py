@@ -39,9 +39,7 @@ class Order:
         self, batches: deque[_Batch], is_ready: Callable[[_Batch], bool]
     ) -> _Batch | None:
         """Return the batch that comes next, of the open ones from old to new; None if it is not complete."""
-        if batches and is_ready(batches[0]):
-            return batches[0]
-        return None
+        return batches[0] if batches and is_ready(batches[0]) else None
 
     def upcoming(
         self, batches: deque[_Batch], is_ready: Callable[[_Batch], bool], limit: int

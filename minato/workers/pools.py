@@ -92,9 +92,8 @@ class WorkerPool(ABC):
 class ProcessPool(WorkerPool):
     """Starts worker processes, replaces those that die, and ends them.
 
-    ``recovery`` is called with ``(number, pid, exit code)`` of a dead worker; it releases its samples and returns what
-    to warn of, or None; or raises. Its watchdog ends workers whose sample takes too long. ``start`` starts ``first``
-    processes, with ``fork`` all; ``max_starting`` start at the same time: more would compete for the same cores.
+    ``start`` starts ``first`` processes, with ``fork`` all; ``max_starting`` start at the same time: more would compete
+    for the same cores.
     """
 
     def __init__(

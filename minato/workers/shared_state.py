@@ -37,8 +37,6 @@ class ActiveWorkers:
 
     Inactive processes start before the program has threads or uses a GPU, when a fork is safe. They sleep on an event
     count of their own: on the one of the active workers they would consume its wake-ups.
-
-    It takes ``NBYTES`` from ``offset`` on, a multiple of 8, of memory that every party maps. Zeros: none is active.
     """
 
     NBYTES = 64
@@ -82,11 +80,7 @@ class ActiveWorkers:
 
 
 class SharedReadLimit:
-    """A limit that all workers share. Each worker may always have one read in flight; the rest is shared.
-
-    It takes ``nbytes(workers)`` from ``offset`` on, a multiple of 8, of memory that every party maps; zeros: no read is
-    in flight. ``most`` is the largest number of reads in flight in all of them; None: no limit.
-    """
+    """A limit of reads in flight, ``most`` or None, that all workers share; each may always have one."""
 
     def __init__(self, buffer: Memory, offset: int, workers: int, most: int | None) -> None:
         self._in_flight = SharedWords(buffer, offset, workers)
@@ -125,8 +119,7 @@ class SharedReadLimit:
 class Suspects:
     """Batches of which a worker has run several samples at once when it ended: now one by one, to find the cause.
 
-    It takes ``SharedReadLimit.nbytes(workers)`` from ``offset`` on, a multiple of 8, of memory that every party maps;
-    zeros: there is none. For each worker one batch is known, by the position of its first sample.
+    For each worker one batch is known, by the position of its first sample.
     """
 
     def __init__(self, buffer: Memory, offset: int, workers: int) -> None:
@@ -141,7 +134,10 @@ class Suspects:
 
 
 class SharedLayout(NamedTuple):
-    """A segment and the sizes of its parts (ledger, and those of ``offsets``); travels to worker processes."""
+    """A segment and the sizes of its parts (ledger, and those of ``offsets``); travels to worker processes.
+
+    Each part begins at a multiple of 8. Zeros are its beginning: no worker is active, and nothing known or in flight.
+    """
 
     segment: Segment
     num_workers: int

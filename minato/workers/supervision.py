@@ -320,10 +320,7 @@ class WorkerRecovery:
         return warning
 
     def progress(self) -> int:
-        """A number that grows with the samples that were run and the batches that were delivered.
-
-        A worker that is killed before it has counted its samples has still delivered them in batches.
-        """
+        """A number that grows with the samples that were run and the batches that were delivered, maybe uncounted."""
         workers = range(self.context.plan.most_workers)
         samples = sum(self.ledger.activity(number).samples for number in workers)
         return self.wait_stats.delivered + samples
@@ -405,8 +402,8 @@ class RestartPolicy:
     ) -> tuple[str | None, WorkerDiedError | None]:
         """Count a death of a worker on a sample or a collation; return if the worker is to be replaced.
 
-        ``progress`` grows with the samples that were run and the batches that were delivered. Deaths between samples
-        add up only while it stays the same: several sleeping workers may be killed at once.
+        Deaths between samples add up only while ``progress`` stays the same: several sleeping workers may be killed at
+        once.
 
         Returns what to warn of, or None; and the error of the sample if the run continues without it, or None. Raises
         torch's RuntimeError, with an explanation as its cause.
