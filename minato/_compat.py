@@ -45,15 +45,9 @@ try:
     from torch.utils.data import dataloader
     from torch.utils.data._utils import collate, fetch, pin_memory, worker
     from torch.utils.data._utils.worker import WorkerInfo, _generate_state
-    from torch.utils.data.dataloader import (
-        _BaseDataLoaderIter as TorchIterator,
-    )
-    from torch.utils.data.dataloader import (
-        _DatasetKind,
-    )
-    from torch.utils.data.dataloader import (
-        _InfiniteConstantSampler as EndlessSampler,
-    )
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as TorchIterator
+    from torch.utils.data.dataloader import _DatasetKind
+    from torch.utils.data.dataloader import _InfiniteConstantSampler as EndlessSampler
 except ImportError as error:
     raise ImportError(
         f"minato does not support this version of torch ({torch.__version__}) or Python: {error}. Install a newer "
@@ -707,9 +701,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch.utils.data._utils.pin_memory.pin_memory", _IMPORT_FAILS),
     PrivateName(
-        "torch.utils.data._utils.collate.default_collate_fn_map",
-        _TORCH_BUILDS,
-        collates_by_default,
+        "torch.utils.data._utils.collate.default_collate_fn_map", _TORCH_BUILDS, collates_by_default
     ),
     PrivateName(
         "torch.utils.data._utils.collate.collate, torch._utils._element_size",

@@ -18,16 +18,7 @@ from contextvars import ContextVar
 from multiprocessing import current_process, reduction
 from multiprocessing.process import BaseProcess
 from types import FrameType, FunctionType, ModuleType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    BinaryIO,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    TypeAlias,
-    TypeGuard,
-)
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, NoReturn, TypeAlias, TypeGuard
 
 import numpy as np
 import torch

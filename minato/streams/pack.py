@@ -89,12 +89,7 @@ class Packed(Stream):
         oversized: str,
         open_rows: int,
     ) -> None:
-        facts = {
-            "length": length,
-            "fields": fields,
-            "oversized": oversized,
-            "open_rows": open_rows,
-        }
+        facts = {"length": length, "fields": fields, "oversized": oversized, "open_rows": open_rows}
         super().__init__("minato.pack", {"dataset": dataset}, facts, 4)
         self.dataset, self.length, self.fields = dataset, length, fields
         self.oversized, self.open_rows = oversized, open_rows

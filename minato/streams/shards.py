@@ -70,11 +70,7 @@ class ShardedDataset(IterableDataset[T]):
     counters: Counters | None = None
 
     def __init__(
-        self,
-        *,
-        seed: int | None = None,
-        new_shards: str = "refuse",
-        retry: Retry | None = None,
+        self, *, seed: int | None = None, new_shards: str = "refuse", retry: Retry | None = None
     ) -> None:
         check_choice("new_shards", new_shards, ("refuse", "append"))
         self.seed = check_whole("seed", seed, None)
