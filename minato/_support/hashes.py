@@ -50,7 +50,7 @@ _NESTED: dict[int, Callable[[Any], Any]] = {
     id(dict): lambda held: chain(held, held.values()),
 }
 """What containers of plain values hold, by the id of their type."""
-_GENERATORS = (
+GENERATORS = (
     *(random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator),
     torch.Generator,
 )
@@ -262,7 +262,7 @@ class _Walk:
             yield self._content(value)
         elif issubclass(kind, torch.Tensor):
             yield from self._tensor(value)
-        elif issubclass(kind, _GENERATORS):
+        elif issubclass(kind, GENERATORS):
             pass  # they change with each sample; a sample that draws is not cached
         elif kind is FunctionType:
             yield from self._function(value)

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 from minato._support.items import item_of
@@ -164,9 +164,7 @@ class RoundRobin(Assignment):
     in_order: bool
     capacity: int
     dataset_states: DatasetStates | None = None
-
-    def __post_init__(self) -> None:
-        self._next = 0
+    _next: int = field(default=0, init=False)
 
     def reset(self) -> None:
         # At worker 0, or where the resumed state was taken.

@@ -76,7 +76,7 @@ class PoolClient:
         except ConnectionError:
             raise RuntimeError(f"local rank 0, {_ENDED}, or refuses this process") from None
         _CONNECTED.add(self)
-        self._stay_no_longer = at_end(self._close_at_end)
+        self._stay_no_longer = at_end(lambda: self.close(ends_by_exception()))
         self._send("hello", 0, me)
         try:
             late = "has not given this rank its place in the pool of this loader"
@@ -174,9 +174,6 @@ class PoolClient:
             self._send("bye", 0)
         self._closed = True
         self._close_if_unused()
-
-    def _close_at_end(self) -> None:
-        self.close(ends_by_exception())
 
     def _close_if_unused(self) -> None:
         if self._closed and not any(remote.num_leased for remote in self._remote_arenas.values()):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from minato._compat import numpy_state, python_state
+from minato._support.hashes import GENERATORS
 from minato._support.objects import (
     Glance,
     Kind,
@@ -37,10 +38,6 @@ from minato.transforms.rng_memory import MemoryGenerator, own_generator
 
 _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndarray, np.generic)
 _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, MemoryGenerator)
-_GENERATORS = (
-    *(random.Random, torch.Generator),
-    *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
-)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _MOST_MISSED = 2
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
@@ -178,7 +175,7 @@ def _glance_after(
 
 
 def _is_generator(kind: Kind) -> bool:
-    if issubclass(kind.kind, _GENERATORS):
+    if issubclass(kind.kind, GENERATORS):
         return True
     # An object without attributes that looks like a generator of another library, for example in C++.
     return not kind.has_dict and bool(_NAMED_LIKE_ONE.search(name_of(kind.kind)))
@@ -231,7 +228,7 @@ class _Names:
     def hold_nothing(self) -> bool:
         kinds = [*map(type, map(self.held.get, self._names))]
         if not self._harmless.keys() >= {*map(id, kinds)}:
-            if any(issubclass(kind, _GENERATORS) for kind in kinds):
+            if any(issubclass(kind, GENERATORS) for kind in kinds):
                 return False
             self._harmless = {id(kind): kind for kind in kinds}
         return True
@@ -279,7 +276,7 @@ def _searched(kind: type) -> Iterator[Node]:
     module = module_of(kind)
     path = f"{module}.{name_of(kind)}"
     for name, value in list(held.items()):
-        if issubclass(type(value), _GENERATORS):
+        if issubclass(type(value), GENERATORS):
             yield Node(value, None, f"{path}.{name}", held.get, name)
         for function in _functions_in(value):
             yield from _global_variables(function.__code__, function.__globals__)
@@ -290,6 +287,6 @@ def _searched(kind: type) -> Iterator[Node]:
 def _global_variables(code: types.CodeType, held: dict[str, object]) -> Iterator[Node]:
     for name in _names(code):
         value = held.get(name)
-        if issubclass(type(value), _GENERATORS):
+        if issubclass(type(value), GENERATORS):
             module = in_any_process(str(held.get("__name__")))
             yield Node(value, None, f"{module}.{name}", held.get, name)

@@ -207,22 +207,6 @@ def _numpy_gauss_offset() -> int | None:
     return offset if verified else None
 
 
-class NumpyInMemory(MemoryGenerator[None]):
-    """The legacy state of numpy: an MT19937 at its documented address, and a cached normal."""
-
-    is_whole = True
-
-    def __init__(self, generator: np.random.RandomState, gauss_offset: int, stream: int) -> None:
-        bits = bit_generator_of(generator)
-        self._kept_alive = generator, bits
-        words, gauss = bits.ctypes.state_address, id(generator) + gauss_offset
-        position = words + 4 * WORDS
-        self.blocks = [(words, WORDS, stream, 4)]
-        # The flag of the cached normal and both halves of its value, which get_state() returns even if the flag is 0.
-        self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
-        self.spans = [(words, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
-
-
 class NumpyByCall(_ByCall[bytes]):
     """The same by ``set_state``, of any bit generator."""
 
@@ -328,6 +312,18 @@ class BitsInMemory(MemoryGenerator[None]):
         self.cells = [(words + 4 * i, halves[i]) for i in range(4, 8)]
         self.cells += [(address + 8, 0), (address + 12, 0)]
         self.spans = [(words, 32), (address + 8, 8)]
+
+
+class NumpyInMemory(BitsInMemory):
+    """The legacy state of numpy: an MT19937 at its documented address, and a cached normal."""
+
+    def __init__(self, generator: np.random.RandomState, gauss_offset: int, stream: int) -> None:
+        super().__init__(bit_generator_of(generator), "", stream)
+        gauss = id(generator) + gauss_offset
+        # The flag of the cached normal and both halves of its value, which get_state() returns even if the flag is 0.
+        self.cells = [*self.cells, (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
+        self.spans = [*self.spans, (gauss, _SAVED_GAUSS.size)]
+        self._generator = generator  # it is kept alive
 
 
 class BitsByCall(_ByCall[bytes]):

@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -270,10 +270,8 @@ class WorkerRecovery:
     wait_stats: ConsumerWait
     suspects: Suspects
     watchdog: SampleWatchdog | None = None
-
-    def __post_init__(self) -> None:
-        # By position; negative for a collation, None for a start.
-        self._timeouts: Counter[int | None] = Counter()
+    # By position; negative for a collation, None for a start.
+    _timeouts: Counter[int | None] = field(default_factory=Counter, init=False)
 
     def __call__(
         self, number: int, pid: int | None, exit_code: int | WorkerLoss | None
