@@ -386,7 +386,7 @@ class Rows(NamedTuple):
     """Consecutive samples of a batch that are rows."""
 
     first: Any  # the first sample, as the dataset returns it
-    # For each tensor of a sample, the memory of which it is a row: shape (rows, bytes), uint8, C-contiguous
+    # For each tensor of a sample, the memory of which it is a row: shape (rows, bytes), uint8, C-contiguous.
     sources: list[Array]
     indices: Array | slice  # indices of the rows, in range: int64 of shape (count,), or a slice
     size: int

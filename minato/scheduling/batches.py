@@ -43,27 +43,27 @@ class OpenBatch:
     record: int  # index of its record in the ledger
     indices: list[Any]
     slot: Slot
-    # The slot that holds its indices if they are no integers, at ``indices_offset``
+    # The slot that holds its indices if they are no integers, at ``indices_offset``.
     indices_slot: Slot | None
     indices_offset: int
     epoch: OpenEpoch
     owner: int  # number of its worker + 1; 0 for any
     bound: bool = True  # whether its samples keep their places
-    # When it was opened, and ``next()`` chose it; 0 if no trace is recorded
+    # When it was opened, and ``next()`` chose it; 0 if no trace is recorded.
     opened_ns: int = 0
     found_ns: int = 0
     retired: bool = False  # whether its record is free
     drawn: Drawn = field(default_factory=Drawn)
     first: int = -1  # position of its first sample
-    # Functions that record it when the training loop has it; None before ``next()`` has prepared that
+    # Functions that record it when the training loop has it; None before ``next()`` has prepared that.
     records: list[Callable[[], object]] | None = None
-    # Whether it is complete without samples to return; None: not known yet
+    # Whether it is complete without samples to return; None: not known yet.
     is_empty: bool | None = None
     is_plain: bool = False  # whether it is complete and consists of its fields alone
     nbytes: int = 0  # bytes that it takes, once it is complete
     num_samples: int = 0  # number of samples that are returned, once the records are made
     is_prepared: bool = False  # whether it was read, and its memory dropped
-    # Whether its memory was freed, or belongs to the tensors of the training loop
+    # Whether its memory was freed, or belongs to the tensors of the training loop.
     is_discarded: bool = False
 
 

@@ -81,7 +81,7 @@ class Pool(Protocol):
 class ConsumerWait:
     """How long the training loop waits, and how many batches are ready for it."""
 
-    # Total time of its waits for batches, without the present one since ``waiting_since_ns``; 0: none
+    # Total time of its waits for batches, without the present one since ``waiting_since_ns``; 0: none.
     waited_ns: int = 0
     waiting_since_ns: int = 0
     delivered: int = 0

@@ -129,7 +129,7 @@ class _Filling:
     """What is packed."""
 
     open: dict[int, _Row] = field(default_factory=dict)
-    # Of each open row, with its number; ascending
+    # Of each open row, with its number; ascending.
     space: list[tuple[int, int]] = field(default_factory=list)
     ready: list[_Row] = field(default_factory=list)  # rows to be given
     begun: int = 0  # number of rows that were begun

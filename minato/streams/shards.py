@@ -33,7 +33,7 @@ class Position(TypedDict):
     done: int  # how many of this reader's are done
     items: int  # how many items of the next one are
     state: State  # that of the next one's iterator, if it has one
-    # The shards that were missing when a state was loaded: they are left out for the rest of the epoch
+    # The shards that were missing when a state was loaded: they are left out for the rest of the epoch.
     gone: list[str]
 
 

@@ -90,13 +90,13 @@ class WorkerPlan(NamedTuple):
     seeds_samples: bool  # randomness is bound to each sample rather than to the worker
     order: Order
     round_robin: bool  # batch k is for worker k mod n, as in torch
-    # The states of the workers' copies of a map-style dataset that has a state
+    # The states of the workers' copies of a map-style dataset that has a state.
     dataset_states: DatasetStates | None
     readers: ReaderPlan | None
     fetching: FetchOptions
     stats: bool  # times are measured for a report, and the slowest samples are kept
     tracks: WorkerTracks | None
-    # There is a time limit: a lease names each item that a reader is asked for, not the first of some
+    # There is a time limit: a lease names each item that a reader is asked for, not the first of some.
     times_items: bool = False
 
     def tracer(self, number: int) -> Tracer:

@@ -59,10 +59,10 @@ class Read:
     again_for: Read | None = None  # the read that this second request hedges
     occurrence: int = 0  # how often the index came before in the epoch
     attempts: int = 1  # requests for this sample in flight; two if it is hedged
-    # Whether the sample is there, so that nobody waits for a further request
+    # Whether the sample is there, so that nobody waits for a further request.
     answered: bool = False
     used: bool = False  # whether transforms have had the value, which they may have changed
-    # Makes the value of what has arrived, in the worker's thread; None if ``value`` is there
+    # Makes the value of what has arrived, in the worker's thread; None if ``value`` is there.
     complete: Callable[[], object] | None = None
     value: Any = None
     error: BaseException | None = None

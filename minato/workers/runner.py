@@ -60,11 +60,11 @@ class DeferredSample:
     index: Any
     value: Any
     step: int  # the transform that is next
-    # State of its generators (``SampleRandomness.capture``); None: they are not bound to samples
+    # State of its generators (``SampleRandomness.capture``); None: they are not bound to samples.
     randomness: Captured | None
     active_ns: int  # time spent on it so far
     cpu_ns: int | None  # processor time spent on it so far; None: not measured
-    # The longest stage so far (-1: the dataset) and its time in ns; unused if not measured
+    # The longest stage so far (-1: the dataset) and its time in ns; unused if not measured.
     longest: tuple[int, int]
     deferred_ns: int
 
