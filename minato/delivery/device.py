@@ -25,22 +25,6 @@ from minato.batching.reader import BatchReader
 from minato.errors import Postponed
 from minato.observe.tracer import NULL_TRACER, Tracer
 
-__all__ = [
-    "Accelerator",
-    "Copier",
-    "Cuda",
-    "DeviceCopier",
-    "Pin",
-    "PinCopier",
-    "Pinned",
-    "PrefetchReader",
-    "accelerator_of",
-    "copy_batch",
-    "device_copier",
-    "memory_pinner",
-    "move_leaves",
-]
-
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of this process."""
 _WORTH_A_THREAD_BYTES = 1 << 20

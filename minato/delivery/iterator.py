@@ -30,8 +30,6 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 
-__all__ = ["BatchIterator", "BatchSource", "Epochs", "Layer"]
-
 
 class BatchSource(Protocol):
     """Where batches come from (the engine)."""

@@ -34,8 +34,6 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 
-__all__ = ["EvenEnds"]
-
 AHEAD = 2
 """Batches that a rank holds back."""
 _HOLDER = "ranks"

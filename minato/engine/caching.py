@@ -22,8 +22,6 @@ from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import generators_created
 
-__all__ = ["CachedDataset", "behind", "check_cache"]
-
 
 def check_cache(cache: Cache, options: Options, transforms: Transforms, dataset: object) -> None:
     """Check that a cache can serve a loader; ValueError: it cannot, and what to do. TypeError: it is none."""

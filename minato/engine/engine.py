@@ -48,8 +48,6 @@ from minato.workers.worker_process import WorkerContext
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
     from minato.workers.autoscale import Scaler
 
-__all__ = ["Engine"]
-
 _READ_COSTS_EVERY_NS = 10_000_000
 _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""

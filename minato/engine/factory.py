@@ -25,9 +25,6 @@ if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.engine.plan import Plan
     from minato.observe.trace import Trace
 
-__all__ = ["EngineFactory", "RankSession"]
-
-
 AnyEngine: TypeAlias = "Engine | InlineEngine"
 Wrap: TypeAlias = "Callable[[Any], BatchSource]"
 

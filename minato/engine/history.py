@@ -28,17 +28,6 @@ from minato.observe.observers import Observer
 from minato.scheduling.slow_samples import CostModel, SlowThreshold, ThresholdDecision
 from minato.workers.runner import CostEstimate
 
-__all__ = [
-    "CostHistory",
-    "History",
-    "cost_history",
-    "end_engine",
-    "from_words",
-    "save_costs",
-    "to_words",
-]
-
-
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without the last one
     from minato.engine.engine import Engine
     from minato.engine.inline import InlineEngine

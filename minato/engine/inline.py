@@ -47,8 +47,6 @@ from minato.workers.reads import InFlight, Read, reads_of
 from minato.workers.runner import WORTH_BINDING_NS, Runner, StageRunner
 from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
-__all__ = ["InlineEngine"]
-
 _ANYTHING: Kinds = (BaseException,)
 """The second KeyboardInterrupt in the same batch is the error of the sample."""
 _PATIENCE_S = 1.0

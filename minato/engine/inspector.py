@@ -33,8 +33,6 @@ if TYPE_CHECKING:  # each method imports its own view: most loaders need none of
     from minato.observe.metrics import LabelledMetrics
     from minato.observe.report import Report
 
-__all__ = ["Inspector", "RunningSample", "SlowSamples"]
-
 _AT_EXIT = "minato.observe.at_exit"
 """Imported only where reports at the end of the process are wanted."""
 

@@ -20,8 +20,6 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.samplers import IndexBatches
 
-__all__ = ["MeasuredBatches"]
-
 _HOLDER = "batches"
 _ABOVE_ZERO = 1 << 40
 """Group 0 is that of samples that cost nothing, and of all samples without padding."""

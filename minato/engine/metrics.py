@@ -18,9 +18,6 @@ from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
 from minato.workers.error_policy import FailureCount
 from minato.workers.supervision import RestartPolicy
 
-__all__ = ["EngineMetrics"]
-
-
 _LOOK_NS = 100_000_000
 _LOOK_SHARE = 200
 """The workers' processor time is read at most every 0.1 s, and reading takes at most a 200th of the time."""

@@ -23,8 +23,6 @@ from minato.scheduling.slow_samples import SlowThreshold
 from minato.workers.error_policy import FailureCount, FailureHandler, FailureLog
 from minato.workers.plan import Pipeline, ReaderPlan, WorkerPlan
 
-__all__ = ["Plan", "base_seed_of"]
-
 _SHARE_OF_MEMORY = 4
 """The default budget of all loaders of a node is available memory divided by this."""
 

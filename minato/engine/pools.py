@@ -23,8 +23,6 @@ from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
 from minato.workers.worker_process import WorkerContext, run_worker_process
 
-__all__ = ["CopiedObjects", "make_pool"]
-
 
 def make_pool(
     plan: Plan, context: WorkerContext, state: SharedState, recovery: WorkerRecovery

@@ -14,8 +14,6 @@ from minato.transforms.compose import Transforms
 if TYPE_CHECKING:
     from minato.caching import Cache
 
-__all__ = ["LoaderSpec", "WorkerSpec"]
-
 
 @dataclass(frozen=True, eq=False)
 class WorkerSpec:

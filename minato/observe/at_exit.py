@@ -20,8 +20,6 @@ from minato.observe.figures import Setup
 from minato.observe.report import Report, report_of
 from minato.observe.text import BEGINS, format_value, page
 
-__all__ = ["MOST_LOADERS", "keep", "print_at_exit", "write_at_exit"]
-
 MOST_LOADERS = 32
 """The reports of the loaders that were used last are kept: a program may make one for each epoch."""
 _TEXT, _JSON = "minato: ", '{"minato_reports": '

@@ -21,8 +21,6 @@ from minato.observe.observers import (
     Observer,
 )
 
-__all__ = ["EpochLog", "EpochRecord", "LoaderUse", "Totals"]
-
 _KEPT_EPOCHS = 64
 """Finished epochs that are kept one by one; the run is the sum of all."""
 _LOOK_NS, _LOOKS = 20_000_000, 128

@@ -6,25 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = [
-    "Errors",
-    "Gpu",
-    "Machine",
-    "Origin",
-    "Period",
-    "Reads",
-    "Setup",
-    "SlowSample",
-    "Stage",
-    "Stragglers",
-    "Throughput",
-    "Verdict",
-    "Waiting",
-    "WindowFigures",
-    "Workers",
-    "legend",
-]
-
 
 def _figure(unit: str, reading: str) -> Any:
     """A figure in ``s``, ``bytes``, ``share`` (0 to 1), ``per s``, ``bytes per s``, or things; how to read extremes."""

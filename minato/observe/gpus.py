@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "has_driver", "run", "visible"]
-
 INTERVAL_S = 0.1
 _MOST_GPUS = 32
 _COUNTS = ("samples", "idle", "busy_percent", "used_mib")

@@ -11,8 +11,6 @@ from minato._core import now_ns
 from minato._support.values import digits, seconds
 from minato.checks import given_whole
 
-__all__ = ["Headroom"]
-
 _REPLAYED = 4
 _WARM_UP = 2
 """Steps of each kind that are not timed: compilation, first allocations, the start of workers."""

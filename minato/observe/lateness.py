@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from minato._core import Histogram
 
-__all__ = ["InOrderLateness", "Lateness", "ThresholdDecision"]
-
 
 class ThresholdDecision(NamedTuple):
     """A slow threshold at one time.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live as RichLive
 
-__all__ = ["Live"]
-
 _RECENT_NS = 5_000_000_000
 """Rates are averages over this time."""
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0

@@ -25,8 +25,6 @@ from minato.observe.observers import Counts
 if TYPE_CHECKING:
     from minato.observe.gpus import GpuTable
 
-__all__ = ["MachineMonitor", "MachineSnapshot", "storage_counts"]
-
 _RECENT_NS = 100_000_000
 """The kernel's counters have a tenth of this resolution."""
 

@@ -12,19 +12,6 @@ from minato._core.segment import Memory
 from minato._support.items import Item
 from minato._support.values import integer_of, text_of
 
-__all__ = [
-    "EMPTY",
-    "KEPT",
-    "UNKNOWN",
-    "CostStats",
-    "Meters",
-    "SlowSample",
-    "SlowestSamples",
-    "merged",
-    "share_above",
-    "slowest_of",
-]
-
 EMPTY: Final = Histogram()
 """An empty, read-only histogram: many that stay empty share it instead of six kilobytes each."""
 KEPT: Final = 20

@@ -28,20 +28,6 @@ from minato.observe.gpus import INTERVAL_S
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
-__all__ = [
-    "CATALOG",
-    "USUAL_NAMES",
-    "Collector",
-    "LabelledMetrics",
-    "MeasuredLoader",
-    "Metric",
-    "ServedMetrics",
-    "checked",
-    "loaders_in",
-    "metrics_of",
-    "values_of",
-]
-
 
 class Metric(NamedTuple):
     """One metric of a loader.

@@ -15,16 +15,6 @@ from minato.errors import warn
 from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.meters import EMPTY, SlowSample, merged
 
-__all__ = [
-    "Counts",
-    "EpochState",
-    "LoaderSnapshot",
-    "Metrics",
-    "MetricsSource",
-    "Observer",
-    "Observers",
-]
-
 
 class Counts(dict[str, int]):
     """Numbers by name; one that is missing is 0. Six to nine times as fast as a ``Counter``."""

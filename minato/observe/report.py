@@ -27,9 +27,6 @@ from minato.observe.verdict import judge
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Report", "gpus_of", "report_of"]
-
-
 _ERRORS = dataclasses.fields(figures.Errors)
 
 

@@ -11,18 +11,6 @@ import numpy as np
 
 from minato._support.values import counted, digits, printable, seconds
 
-__all__ = [
-    "BEGINS",
-    "Section",
-    "details",
-    "format_value",
-    "headline",
-    "lines_of",
-    "page",
-    "sections",
-]
-
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 

@@ -20,8 +20,6 @@ from minato.errors import warn
 from minato.observe.observers import EpochState, LoaderSnapshot, Observer
 from minato.observe.tracer import REPEATED, SAMPLE, Args, Tracer
 
-__all__ = ["LIMIT_BYTES", "LoopTrack", "Trace", "Track", "Tracks", "trace_of_environment"]
-
 LIMIT_BYTES = 256 << 20
 """Size limit of a trace: about half a million samples with three transforms, which the viewer opens easily."""
 _LOOP, _FIRST_WORKER, _TRACKS = 1, 10, 10_000

@@ -10,8 +10,6 @@ from torch.autograd import profiler
 
 from minato._compat import is_profiling
 
-__all__ = ["NULL_TRACER", "REPEATED", "SAMPLE", "Args", "Tracer", "in_profile"]
-
 SAMPLE = "sample"
 """Name of the slice in which a sample became complete: one for each returned sample."""
 REPEATED = "sample (repeated)"

@@ -23,8 +23,6 @@ from minato._system import has_gil
 from minato.observe.figures import Period, Setup, Stage, Verdict
 from minato.options import Arrival, FastFirst
 
-__all__ = ["judge", "uses_pil"]
-
 _MIN_BATCHES = 8
 """Fewer batches are no evidence."""
 _ENOUGH = 0.05

@@ -17,8 +17,6 @@ from minato._system import ranks_by_torch
 from minato.checks import check_choice, check_number, check_shard, check_whole
 from minato.sampling.dealing import Batches
 
-__all__ = ["CostBatchSampler", "fill_steps"]
-
 _POOL_BATCHES = 50
 """Default size of a pool, in batches."""
 

@@ -16,23 +16,6 @@ import numpy.typing as npt
 from minato._support.objects import attribute
 from minato._support.values import plain
 
-__all__ = [
-    "BATCHES",
-    "BLOCKS",
-    "SAMPLES",
-    "Batches",
-    "Dealing",
-    "Part",
-    "PlainState",
-    "Stage",
-    "check_owned",
-    "check_same_step",
-    "left_batches",
-    "left_places",
-    "of_all_ranks",
-    "without_rank",
-]
-
 SAMPLES, BLOCKS, BATCHES = "samples", "blocks", "batches"
 """What ranks get in turn: one sample each, as many as a batch has, or whole batches of any size."""
 

@@ -56,8 +56,6 @@ from minato.sampling.samplers import (
     set_sampler_epoch,
 )
 
-__all__ = ["Epoch", "EpochPosition", "NextEpoch", "Seeds"]
-
 _PLAIN_ITERATORS = (GeneratorType, type(iter(range(0))))
 """Of samplers that yield what they know in advance."""
 

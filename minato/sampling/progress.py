@@ -17,20 +17,6 @@ from minato.sampling.readers import EpochReaders, merged
 from minato.sampling.replay import OrderRecord
 from minato.sampling.samplers import Batch, Recurring, unmarked
 
-__all__ = [
-    "NOTHING",
-    "BatchPart",
-    "Completed",
-    "Coverage",
-    "Outgoing",
-    "Progress",
-    "RankProgress",
-    "Tally",
-    "merged_ranks",
-    "remaining_batches",
-    "total",
-]
-
 _MODULUS = 1 << 64
 
 Ranges = tuple[tuple[int, int], ...]

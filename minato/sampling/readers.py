@@ -29,8 +29,6 @@ from minato._support.items import item_of, key_of
 from minato._support.pickling import pickled
 from minato.sampling.samplers import Source, most_ahead
 
-__all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots", "merged"]
-
 _LAST = 1 << 60
 """An ordinal after all others."""
 _SLOT_BITS = 8

@@ -21,8 +21,6 @@ from typing import Any, BinaryIO, NamedTuple, SupportsIndex
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
 from minato._support.values import text_of
 
-__all__ = ["OrderRecord", "Origin", "RecordedOrder"]
-
 _VERSION = 2
 _INT64 = 1 << 63
 _BEGINS = b'{"minato_order":'

@@ -39,20 +39,6 @@ from minato.sampling.samplers import (
     nested,
 )
 
-__all__ = [
-    "DIVIDING",
-    "DatasetState",
-    "DatasetStates",
-    "LoaderState",
-    "Reported",
-    "SamplerState",
-    "check_family",
-    "check_parts",
-    "is_stateful",
-    "signature",
-    "until_end",
-]
-
 _VERSION = 5
 _INT64 = 1 << 63
 _MOST_RANKS, _MOST_SAMPLES = 1 << 20, 1 << 40

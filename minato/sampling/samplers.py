@@ -43,45 +43,6 @@ from minato.sampling.dealing import (
 )
 from minato.sampling.replay import RecordedOrder
 
-__all__ = [
-    "DRAWS_AT_FIRST",
-    "DRAWS_NOTHING",
-    "LISTS",
-    "OTHER_INDICES",
-    "SEEDED",
-    "Alone",
-    "Batch",
-    "Drawn",
-    "IndexBatches",
-    "InterleavedRanks",
-    "RankSampler",
-    "Recurring",
-    "Remaining",
-    "SamplingSpec",
-    "SeededSampler",
-    "Source",
-    "as_given",
-    "at_epoch",
-    "batch_maker",
-    "dealing_of",
-    "drawn_ahead",
-    "drawn_apart",
-    "epoch_of",
-    "in_epoch",
-    "independent",
-    "largest_batch",
-    "most_ahead",
-    "nested",
-    "next_sampler",
-    "occurrence_counter",
-    "ranked",
-    "redealt",
-    "sampler_at_rank",
-    "set_sampler_epoch",
-    "unmarked",
-    "with_own_epochs",
-]
-
 OTHER_INDICES = (
     "the sampler yields other indices than when the state was taken, or other batches of them, so the remaining ones "
     "are unknown: use seed= and the same batch size, give the sampler a generator, or give it state_dict() and "
