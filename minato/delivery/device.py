@@ -25,13 +25,11 @@ from minato.batching.reader import BatchReader
 from minato.errors import Postponed
 from minato.observe.tracer import NULL_TRACER, Tracer
 
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for all devices of this process."""
+_PORTABLE = 1  # ``cudaHostRegisterPortable``: pinned for all devices of this process
 _WORTH_A_THREAD_BYTES = 1 << 20
 """The iterator itself pins smaller batches: that takes less time than a switch between two threads."""
 
-Pin = Callable[[Any], Any]
-"""Copies a batch to memory that torch has pinned."""
+Pin = Callable[[Any], Any]  # copies a batch to memory that torch has pinned
 
 
 class Upcoming(Protocol):
@@ -49,8 +47,7 @@ class Copier(ABC):
     with :meth:`PinnedSlots.in_use_until`.
     """
 
-    least_nbytes = 0
-    """Copies of smaller batches do not start before ``next()`` asks for them."""
+    least_nbytes = 0  # copies of smaller batches do not start before ``next()`` asks for them
 
     @abstractmethod
     def start(self, slot: Slot, read: Callable[[], object]) -> Any:
@@ -124,8 +121,7 @@ class PrefetchReader:
 class Accelerator:
     """A device that batches are copied to while it computes; here one whose copies have ended when they return."""
 
-    pins_memory = False
-    """Whether the device reads pinned host memory by itself."""
+    pins_memory = False  # whether the device reads pinned host memory by itself
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -433,6 +429,7 @@ class Unpinned(NamedTuple):
     batch: Any
 
     def result(self) -> Any:
+        """The batch in pinned memory."""
         return self.pin(self.batch)
 
 

@@ -34,8 +34,7 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 
-AHEAD = 2
-"""Batches that a rank holds back."""
+AHEAD = 2  # batches that a rank holds back
 _HOLDER = "ranks"
 _RING = 16
 """Batches after which counters are used again; a rank is never as far ahead of another one."""
@@ -43,18 +42,13 @@ _POLL_S, _IDLE_S = 0.002, 0.05
 """Time between two looks at the store, while the training loop waits and while it does not."""
 _LOOK_S = 0.001
 """Time between two looks of the training loop, while it waits, at what the thread knows."""
-_BEAT_S = 2.0
-"""Time between two signs of life of a rank."""
+_BEAT_S = 2.0  # time between two signs of life of a rank
 _WATCHED = 3
 """Signs that a process gives before it takes part, where its rank has given some before."""
-_SILENT_S = 60.0
-"""Time without one after which a rank that others wait for counts as dead."""
-_LONGEST_S = 1800.0
-"""The longest wait for a rank that lives."""
-_EXIT_S = 10.0
-"""The longest wait of a process at its exit."""
-_PROCESS = uuid4().hex
-"""Of this process and its forked children."""
+_SILENT_S = 60.0  # time without one after which a rank that others wait for counts as dead
+_LONGEST_S = 1800.0  # the longest wait for a rank that lives
+_EXIT_S = 10.0  # the longest wait of a process at its exit
+_PROCESS = uuid4().hex  # of this process and its forked children
 
 
 class Channel:

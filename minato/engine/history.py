@@ -36,10 +36,8 @@ if TYPE_CHECKING:  # loaders with a fixed number of workers start without the la
 
 
 _FORMAT = 2
-_MOST = 1 << 62
-"""Larger counts and sums are corrupt."""
-_LONGEST_FILE_BYTES = 64 << 20
-"""Larger files are corrupt and not read."""
+_MOST = 1 << 62  # larger counts and sums are corrupt
+_LONGEST_FILE_BYTES = 64 << 20  # larger files are corrupt and not read
 
 
 @dataclass

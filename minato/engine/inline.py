@@ -49,8 +49,7 @@ from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
 _ANYTHING: Kinds = (BaseException,)
 """The second KeyboardInterrupt in the same batch is the error of the sample."""
-_PATIENCE_S = 1.0
-"""The longest wait for a read between two checks that its process owns it."""
+_PATIENCE_S = 1.0  # the longest wait for a read between two checks that its process owns it
 
 
 class _Batch(Outgoing):

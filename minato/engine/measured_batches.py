@@ -28,17 +28,13 @@ Collate = Callable[[list[object]], object]
 
 
 class _Waiting(NamedTuple):
-    """A sample that waits for its batch, with its number in the order of arrival.
-
-    Attributes:
-        group: The same for samples whose lengths differ little.
-    """
+    """A sample that waits for its batch, with its number in the order of arrival."""
 
     given: Outgoing
     sample: object
     records: Sequence[Record]
     cost: float
-    group: int
+    group: int  # the same for samples whose lengths differ little
     number: int
 
 

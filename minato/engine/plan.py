@@ -29,24 +29,16 @@ _SHARE_OF_MEMORY = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What one engine does: the loader's arguments (``spec``), and what follows from them.
-
-    Attributes:
-        worker: The part that travels to the workers.
-        first: Workers that are active at first; 0: the training loop does the work.
-        policy: Handles the errors of samples; None: ``next()`` raises them.
-        batches: Number of open batches; None: the budget decides.
-        largest_batch: Number of samples in it, if it is known.
-    """
+    """What one engine does: the loader's arguments (``spec``), and what follows from them."""
 
     spec: LoaderSpec
-    worker: WorkerPlan
-    first: int
+    worker: WorkerPlan  # the part that travels to the workers
+    first: int  # workers that are active at first; 0: the training loop does the work
     restarts: bool
-    policy: FailureHandler | None
-    batches: int | None
+    policy: FailureHandler | None  # handles the errors of samples; None: ``next()`` raises them
+    batches: int | None  # number of open batches; None: the budget decides
     budget_bytes: int
-    largest_batch: int
+    largest_batch: int  # number of samples in it, if it is known
     tracks: Tracks | None
 
     @classmethod

@@ -58,8 +58,7 @@ def make_pool(
 
 _AFTER_BATCHES = (50, 500, 5000)
 _LEAST_ITEMS = 50_000
-_LEAST_NBYTES = 256 << 20
-"""Of all workers together: a warning is not worth less."""
+_LEAST_NBYTES = 256 << 20  # of all workers together: a warning is not worth less
 _SAMPLE = 256
 _SIZED = {id(each) for each in (dict, list, tuple, str, bytes, int, float)}
 
@@ -70,8 +69,7 @@ class CopiedObjects(Observer):
     The containers are looked for at the first comparison, so that short epochs pay nothing.
     """
 
-    warned = False
-    """Whether this process has warned: once is enough."""
+    warned = False  # whether this process has warned: once is enough
 
     def __init__(self, dataset: object, pool: WorkerPool) -> None:
         self._dataset, self._pool = dataset, pool

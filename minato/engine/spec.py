@@ -17,21 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class WorkerSpec:
-    """torch's arguments about workers.
+    """torch's arguments about workers."""
 
-    Attributes:
-        count: ``num_workers``, 0 for the main process.
-        bounds_prefetch: It was given, and limits the open batches; otherwise the memory budget alone decides.
-        timeout_s: torch's ``timeout``, 0 for none.
-    """
-
-    count: int
+    count: int  # ``num_workers``, 0 for the main process
     context: Any
     init_fn: Callable[[int], None] | None
     prefetch_factor: int | None
+    # It was given, and limits the open batches; otherwise the memory budget alone decides
     bounds_prefetch: bool
     persistent: bool
-    timeout_s: float
+    timeout_s: float  # torch's ``timeout``, 0 for none
 
 
 @dataclass(frozen=True, eq=False)

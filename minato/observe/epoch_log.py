@@ -21,8 +21,7 @@ from minato.observe.observers import (
     Observer,
 )
 
-_KEPT_EPOCHS = 64
-"""Finished epochs that are kept one by one; the run is the sum of all."""
+_KEPT_EPOCHS = 64  # finished epochs that are kept one by one; the run is the sum of all
 _LOOK_NS, _LOOKS = 20_000_000, 128
 """The state of a loader is looked at after this time, and after this part of the time since the start."""
 _QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
@@ -34,8 +33,7 @@ _FAILURES = ("deaths", "retries", "recovered", "skipped", "substituted", "raised
 """Counts of a source that also grow between two epochs, where its workers run ahead: the later epoch has these."""
 _TOGETHER = 16
 """Epochs that have ended are added to sums this many at a time: short ones must not wait for it."""
-_MOST_AT_A_TIME = 8
-"""Epochs of one loader that may end in one moment."""
+_MOST_AT_A_TIME = 8  # epochs of one loader that may end in one moment
 _NO_MACHINE = MachineSnapshot()
 _Outside = tuple[Mapping[str, int], Mapping[str, int]]
 
@@ -86,44 +84,31 @@ class LoaderUse:
 
 @dataclass(eq=False)
 class EpochRecord:
-    """One epoch as the training process sees it.
-
-    Attributes:
-        start_ns: Time in ``iter()``.
-        first_ns: Time in ``next()`` for the first batch.
-        failed_ns: Time inside the calls of ``next()`` that raised.
-        pinned_ns: Time to copy batches to pinned memory.
-        ranks_ns: Time of waiting for other ranks.
-        sampling_ns: Time in the sampler.
-        own_waited_ns: Time in which local rank 0 waited for batches, which all ranks request ahead; None: they do not.
-        lateness: Distance of the batches from the sampler's order.
-        before, after: Metrics of the engine at the start of the epoch, and as of the last update.
-        outside: The counts of machine and storage, at these two moments.
-        held_by_budget: Whether the memory budget kept more batches from being opened.
-        finished: Whether it ended regularly.
-        ended_ns: When it ended, or was abandoned; 0 before.
-    """
+    """One epoch as the training process sees it."""
 
     epoch: int
     calls: Calls = field(default_factory=lambda: Calls(now_ns()))
-    start_ns: int = 0
-    first_ns: int = 0
-    failed_ns: int = 0
-    pinned_ns: int = 0
-    ranks_ns: int = 0
-    sampling_ns: int = 0
+    start_ns: int = 0  # time in ``iter()``
+    first_ns: int = 0  # time in ``next()`` for the first batch
+    failed_ns: int = 0  # time inside the calls of ``next()`` that raised
+    pinned_ns: int = 0  # time to copy batches to pinned memory
+    ranks_ns: int = 0  # time of waiting for other ranks
+    sampling_ns: int = 0  # time in the sampler
+    # Time in which local rank 0 waited for batches, which all ranks request ahead; None: they do not
     own_waited_ns: int | None = None
     coverage: tuple[int, int, int] = (0, 0, 0)
-    lateness: Lateness | None = None
+    lateness: Lateness | None = None  # distance of the batches from the sampler's order
+    # Metrics of the engine at the start of the epoch, and as of the last update
     before: Metrics = field(default_factory=Metrics)
     after: Metrics = field(default_factory=Metrics)
+    # The counts of machine and storage, at these two moments
     outside: tuple[_Outside, _Outside] = (({}, {}), ({}, {}))
     use: LoaderUse = field(default_factory=LoaderUse)
     machine: MachineSnapshot = _NO_MACHINE
     decision: ThresholdDecision | None = None
-    held_by_budget: bool = False
-    finished: bool = False
-    ended_ns: int = 0
+    held_by_budget: bool = False  # whether the memory budget kept more batches from being opened
+    finished: bool = False  # whether it ended regularly
+    ended_ns: int = 0  # when it ended, or was abandoned; 0 before
 
     @property
     def waits(self) -> Histogram:
@@ -194,24 +179,18 @@ _NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
 
 
 class Totals(NamedTuple):
-    """Totals over all epochs, and the latest epoch so far.
+    """Totals over all epochs, and the latest epoch so far."""
 
-    Attributes:
-        counts: Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``,
-            ``busy_ns``, ``idle_ns``, ``deaths``, ``retries``, ``skipped``.
-        wall_ns: Its duration so far.
-        waited_ns: Time in ``next()`` and ``iter()`` in it.
-        loader: The loader after a recent batch of it.
-    """
-
+    # Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``, ``busy_ns``,
+    # ``idle_ns``, ``deaths``, ``retries``, ``skipped``
     counts: Mapping[str, int]
     epoch: int = 0
     running: bool = False
-    wall_ns: int = 0
-    waited_ns: int = 0
+    wall_ns: int = 0  # its duration so far
+    waited_ns: int = 0  # time in ``next()`` and ``iter()`` in it
     batches: int = 0
     samples: int = 0
-    loader: LoaderSnapshot = _NO_LOADER
+    loader: LoaderSnapshot = _NO_LOADER  # the loader after a recent batch of it
 
 
 class _Ended(NamedTuple):

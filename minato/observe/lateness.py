@@ -11,19 +11,13 @@ from minato._core import Histogram
 
 
 class ThresholdDecision(NamedTuple):
-    """A slow threshold at one time.
+    """A slow threshold at one time."""
 
-    Attributes:
-        threshold_ns: Service time above which a sample is slow; 0: none is.
-        percentile: The percentile in force, 0 with a fixed threshold.
-        slow_share: Share of the latest samples that cost more than the threshold they ran under.
-        phase: ``warm-up``, ``uniform`` (costs differ too little), ``following`` or ``fixed``.
-    """
-
-    threshold_ns: int
-    percentile: float
+    threshold_ns: int  # service time above which a sample is slow; 0: none is
+    percentile: float  # the percentile in force, 0 with a fixed threshold
+    # Share of the latest samples that cost more than the threshold they ran under
     slow_share: float
-    phase: str
+    phase: str  # ``warm-up``, ``uniform`` (costs differ too little), ``following`` or ``fixed``
 
 
 class Lateness:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live as RichLive
 
-_RECENT_NS = 5_000_000_000
-"""Rates are averages over this time."""
+_RECENT_NS = 5_000_000_000  # rates are averages over this time
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0
 _JOIN_S = 1.0
 _COST = 0.01

@@ -25,8 +25,7 @@ from minato.observe.observers import Counts
 if TYPE_CHECKING:
     from minato.observe.gpus import GpuTable
 
-_RECENT_NS = 100_000_000
-"""The kernel's counters have a tenth of this resolution."""
+_RECENT_NS = 100_000_000  # the kernel's counters have a tenth of this resolution
 
 
 class MachineSnapshot(NamedTuple):

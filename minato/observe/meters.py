@@ -14,14 +14,12 @@ from minato._support.values import integer_of, text_of
 
 EMPTY: Final = Histogram()
 """An empty, read-only histogram: many that stay empty share it instead of six kilobytes each."""
-KEPT: Final = 20
-"""Number of the slowest samples that are kept."""
+KEPT: Final = 20  # number of the slowest samples that are kept
 UNKNOWN: Final = -2
 """The stage of a sample whose stages were not timed; -1 is the dataset, from 0 on the transforms."""
 _LEAST_NS = 20_000
 """Several cheaper samples may share one reading of the clock: nobody knows which of them was slow."""
-_HALVINGS = 12
-"""A share is found to 1 / 2**12."""
+_HALVINGS = 12  # a share is found to 1 / 2**12
 _TEXT = 64
 _INT64 = 1 << 63
 _ROW = struct.Struct(f"5q{_TEXT}s")

@@ -116,8 +116,7 @@ def values_of(totals: Totals) -> dict[str, float]:
 
 _Request = socket.socket | tuple[bytes, socket.socket]
 
-_TIME_LIMIT_S = 2.0
-"""How long a request waits for its client."""
+_TIME_LIMIT_S = 2.0  # how long a request waits for its client
 _MOST_CLIENTS = 16
 _PAUSE_S = 0.1
 _JOIN_S = 5.0

@@ -180,8 +180,7 @@ def _period(
     )
 
 
-_POINTS = 100
-"""Of an epoch's curve of waiting, if it has as many; less than twice as many are kept."""
+_POINTS = 100  # of an epoch's curve of waiting, if it has as many; less than twice as many are kept
 
 
 def _waited(use: LoaderUse) -> tuple[tuple[float, float], ...]:

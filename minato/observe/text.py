@@ -237,8 +237,7 @@ def _scaled(value: float) -> str:
 
 BEGINS = '<!doctype html>\n<html lang="en"><head><meta name="generator" content="minato">'
 _SLOWEST = 5
-_BARS = 60
-"""Of the chart of waiting; each is the share of an equal part of the time."""
+_BARS = 60  # of the chart of waiting; each is the share of an equal part of the time
 _WIDTH, _TOP, _BASE, _LEFT = 400, 12, 132, 44
 """Places in a chart, in units of about a pixel on a phone, where text of size 12 is legible."""
 _ROW, _NAMES, _RIGHT, _NAME = 24, 150, 346, 22

@@ -25,8 +25,7 @@ LIMIT_BYTES = 256 << 20
 _LOOP, _FIRST_WORKER, _TRACKS = 1, 10, 10_000
 """Numbers of the training loop's track and the first worker's; how many numbers an iterator has."""
 _LONGEST_TEXT = 200
-_EXACT = 1 << 53
-"""Larger integers are texts: the viewer has floats."""
+_EXACT = 1 << 53  # larger integers are texts: the viewer has floats
 
 
 _spans = itertools.count(1)
@@ -98,8 +97,7 @@ class Trace:
 
 
 _numbers = itertools.count(1)
-_MOST_TRACES = 16
-"""A program may make a loader for each epoch; later ones are not recorded."""
+_MOST_TRACES = 16  # a program may make a loader for each epoch; later ones are not recorded
 
 
 def trace_of_environment(name: str) -> Trace | None:

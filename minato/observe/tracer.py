@@ -12,8 +12,7 @@ from minato._compat import is_profiling
 
 SAMPLE = "sample"
 """Name of the slice in which a sample became complete: one for each returned sample."""
-REPEATED = "sample (repeated)"
-"""Name of the slice of a sample whose result was not used."""
+REPEATED = "sample (repeated)"  # name of the slice of a sample whose result was not used
 
 Args: TypeAlias = Mapping[str, Any]
 """Shown with an event: integers, bools and short strings; the ``repr`` of anything else."""

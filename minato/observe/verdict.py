@@ -23,24 +23,17 @@ from minato._system import has_gil
 from minato.observe.figures import Period, Setup, Stage, Verdict
 from minato.options import Arrival, FastFirst
 
-_MIN_BATCHES = 8
-"""Fewer batches are no evidence."""
-_ENOUGH = 0.05
-"""A loop that waits for at most this share of its time is its own bottleneck."""
-_BUSY = 0.7
-"""Workers that are busy for this share of their time are the bottleneck."""
-_ALL_CORES = 0.9
-"""From this use of the cores on, further workers only compete for them …"""
-_ON_CORE = 0.2
-"""… if they need a core for at least this share of their time."""
-_MARGIN = 1.2
-"""Factor on the number of workers that just suffices: costs vary."""
+_MIN_BATCHES = 8  # fewer batches are no evidence
+_ENOUGH = 0.05  # a loop that waits for at most this share of its time is its own bottleneck
+_BUSY = 0.7  # workers that are busy for this share of their time are the bottleneck
+_ALL_CORES = 0.9  # from this use of the cores on, further workers only compete for them …
+_ON_CORE = 0.2  # … if they need a core for at least this share of their time
+_MARGIN = 1.2  # factor on the number of workers that just suffices: costs vary
 _FROM_WORKER_S = 1e-4
 """About what it takes the training process to get a batch from a worker: cheaper batches are faster without."""
 _WITHOUT = 0.8
 """The time without workers, relative to the present one, from which on they are not worth it."""
-_CHEAPER = 0.5
-"""The cost of an optimized stage, relative to the present one."""
+_CHEAPER = 0.5  # the cost of an optimized stage, relative to the present one
 _CHEAPER_READING = "Make its iterator cheaper: what transforms= does, all workers do."
 _PER_CORE, _MOST = 8, 32
 """Limits of the advised number of workers, where they wait for a disk or a network."""

@@ -17,8 +17,7 @@ from minato._system import ranks_by_torch
 from minato.checks import check_choice, check_number, check_shard, check_whole
 from minato.sampling.dealing import Batches
 
-_POOL_BATCHES = 50
-"""Default size of a pool, in batches."""
+_POOL_BATCHES = 50  # default size of a pool, in batches
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -19,12 +19,9 @@ from minato._support.values import plain
 SAMPLES, BLOCKS, BATCHES = "samples", "blocks", "batches"
 """What ranks get in turn: one sample each, as many as a batch has, or whole batches of any size."""
 
-Batches: TypeAlias = "list[list[Any]]"
-"""The indices of several batches."""
-PlainState: TypeAlias = "dict[str, Any]"
-"""The state of a loader, or a part of it, as plain data."""
-Places = npt.NDArray[np.int64]
-"""Places of samples in an order."""
+Batches: TypeAlias = "list[list[Any]]"  # the indices of several batches
+PlainState: TypeAlias = "dict[str, Any]"  # the state of a loader, or a part of it, as plain data
+Places = npt.NDArray[np.int64]  # places of samples in an order
 _DECIDES = ("seed", "shuffle", "drop_last", "max_cost", "replacement")
 """Attributes of samplers on which the order of an epoch may depend."""
 
@@ -49,21 +46,15 @@ class Part(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The part of an epoch that one number of ranks completed.
-
-    Attributes:
-        batch_size: Samples of a full batch of one rank.
-        parts: What each of them, or each pool, completed.
-        delivered, skipped: Number of these indices, and the sum of their hashes.
-        known: The only rank whose part these count; None: they count all.
-    """
+    """The part of an epoch that one number of ranks completed."""
 
     ranks: int
-    batch_size: int
-    parts: tuple[Part, ...]
+    batch_size: int  # samples of a full batch of one rank
+    parts: tuple[Part, ...]  # what each of them, or each pool, completed
+    # Number of these indices, and the sum of their hashes
     delivered: tuple[int, int]
     skipped: tuple[int, int]
-    known: int | None = None
+    known: int | None = None  # the only rank whose part these count; None: they count all
 
     @classmethod
     def of(cls, plain: PlainState) -> Stage:
@@ -221,19 +212,13 @@ def without_rank(state: PlainState) -> PlainState:
 
 
 class Dealing(NamedTuple):
-    """How the sampler of a loader divides an epoch among ranks.
+    """How the sampler of a loader divides an epoch among ranks."""
 
-    Attributes:
-        deals: What ranks get in turn.
-        divides: The sampler whose order is divided, or that divides it.
-        batch_size: Samples of a full batch of one rank.
-    """
-
-    deals: str
-    divides: Any
+    deals: str  # what ranks get in turn
+    divides: Any  # the sampler whose order is divided, or that divides it
     rank: int
     ranks: int
-    batch_size: int
+    batch_size: int  # samples of a full batch of one rank
 
     def facts(self) -> PlainState:
         """What decides the order that is divided, as plain data."""

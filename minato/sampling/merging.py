@@ -13,8 +13,7 @@ from minato.sampling.dealing import Part, PlainState, Stage, check_owned, of_all
 from minato.sampling.progress import Completed, merged_ranks, total
 from minato.sampling.resume import DIVIDING, check_family, check_parts
 
-_ALL = (1 << 40) - 1
-"""The end of a reader whose rank has ended the epoch: above all ordinals."""
+_ALL = (1 << 40) - 1  # the end of a reader whose rank has ended the epoch: above all ordinals
 _OWN_FACTS = ("ranks", "saved_in", "place", "sampler_length", "sampler_epoch", "dealing")
 """Facts about a loader that may differ between ranks."""
 _SAME_STEP = "give states that all ranks of one run saved at the same step"

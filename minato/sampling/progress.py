@@ -66,19 +66,14 @@ class BatchPart(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """The part of an epoch that was complete when a state was taken.
+    """The part of an epoch that was complete when a state was taken."""
 
-    Attributes:
-        ranges: Ordinals ``[first, end)`` of the complete samples, ascending, with gaps between them.
-        batches: Number of delivered batches.
-        earlier: Tally of what another number of ranks completed before.
-    """
-
+    # Ordinals ``[first, end)`` of the complete samples, ascending, with gaps between them
     ranges: Ranges = ()
-    batches: int = 0
+    batches: int = 0  # number of delivered batches
     delivered: Tally = NOTHING
     skipped: Tally = NOTHING
-    earlier: Tally = NOTHING
+    earlier: Tally = NOTHING  # tally of what another number of ranks completed before
 
     @property
     def end(self) -> int:
@@ -573,8 +568,7 @@ def remaining_batches(
     return _rebatched(batches, left, shapes, drop_last, max(sizes, default=0), surplus)
 
 
-_Counted = tuple[Any, int]
-"""An index, and how often it came before in its epoch."""
+_Counted = tuple[Any, int]  # an index, and how often it came before in its epoch
 
 
 def _counted(batch: object) -> Iterator[_Counted]:

@@ -29,20 +29,15 @@ from minato._support.items import item_of, key_of
 from minato._support.pickling import pickled
 from minato.sampling.samplers import Source, most_ahead
 
-_LAST = 1 << 60
-"""An ordinal after all others."""
-_SLOT_BITS = 8
-"""Of a word on the board, for the slot of the epoch that it belongs to."""
+_LAST = 1 << 60  # an ordinal after all others
+_SLOT_BITS = 8  # of a word on the board, for the slot of the epoch that it belongs to
 _LOW = (1 << 20) - 1
-_HALF = (1 << 32) - 1
-"""The lower bits of a number of 64 bits, which takes two words."""
-_WORDS = 8
-"""Words on the board for each reader."""
+_HALF = (1 << 32) - 1  # the lower bits of a number of 64 bits, which takes two words
+_WORDS = 8  # words on the board for each reader
 _REGION = 1 << 36
 """Most bytes of a state in the file of states, of which only written pages take memory."""
 _HEADER = struct.Struct("<QQQQ")
-Ranges = list[tuple[int, int]]
-"""Ranges ``[first, end)`` of ordinals."""
+Ranges = list[tuple[int, int]]  # ranges ``[first, end)`` of ordinals
 
 
 class ReaderBoard:
@@ -309,18 +304,13 @@ def _sum(known: Sequence[int]) -> int:
 
 
 class _Drawn(NamedTuple):
-    """A batch that was drawn.
+    """A batch that was drawn."""
 
-    Attributes:
-        number: Of its first item in this run.
-        following: The ordinal from which on nothing of the reader is asked for then …
-        ahead: … and the ranges from there on that are done already, the first one last.
-    """
-
-    number: int
+    number: int  # of its first item in this run
     reader: int
     ordinals: tuple[range, ...]
-    following: int
+    following: int  # the ordinal from which on nothing of the reader is asked for then …
+    # … and the ranges from there on that are done already, the first one last
     ahead: tuple[tuple[int, int], ...]
 
     def keys(self) -> list[int]:

@@ -282,13 +282,9 @@ def _damaged(name: str, value: object) -> ValueError:
 
 @dataclass
 class DatasetState:
-    """The state of one worker's copy of the dataset after a returned batch.
+    """The state of one worker's copy of the dataset after a returned batch."""
 
-    Attributes:
-        dataset: Result of the dataset's ``state_dict()``, None if it has none.
-    """
-
-    dataset: Any = None
+    dataset: Any = None  # result of the dataset's ``state_dict()``, None if it has none
 
 
 Reported: TypeAlias = DatasetState | ExceptionWrapper

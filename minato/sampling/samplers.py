@@ -50,8 +50,7 @@ OTHER_INDICES = (
 )
 _MOST_RESERVED = 1 << 20
 """Samples of a batch for which memory is reserved in advance, where their number is unknown."""
-_MOST_COUNTED = 1 << 28
-"""Largest number of a dataset's indices that an array counts."""
+_MOST_COUNTED = 1 << 28  # largest number of a dataset's indices that an array counts
 _MOST_AHEAD, _INDICES_AHEAD = 32, 1024
 """Batches that are drawn together, and their indices, which costs less than one by one."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -63,43 +62,32 @@ class SamplingSpec:
 
     It holds no loader: an epoch outlives the iterator that the loader may keep, and a cycle would keep the workers
     until the garbage collector runs.
-
-    Attributes:
-        index_sampler: Yields lists of indices, or single indices where the loader does not batch.
-        generator: The loader's, None for torch's default generator.
-        order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
-        mixes_batches: Samples may take places in other batches than their own.
-        seed: Of shuffling and samples; None: torch's generator draws it.
-        has_workers: Samples are loaded outside the main process or in other threads.
-        predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
-            of a sample does not depend on earlier samples.
-        readers: Number of readers of an iterable dataset, of all ranks; 0: it is map-style.
-        dealt: Rank and number of ranks among which they are dealt.
-        rereads: A resumed epoch is read from its beginning, whatever state the dataset has.
-        by_cost: The costs of samples decide how many of them make a batch.
     """
 
     dataset: Any
     streams: bool
-    index_sampler: Any
+    index_sampler: Any  # yields lists of indices, or single indices where the loader does not batch
     batched: bool
     batch_size: int | None
     drop_last: bool
-    generator: torch.Generator | None
-    order: str
-    mixes_batches: bool
-    seed: int | None
-    has_workers: bool
+    generator: torch.Generator | None  # the loader's, None for torch's default generator
+    order: str  # ``strict``, ``batch``, ``arrival`` or ``fast_first``
+    mixes_batches: bool  # samples may take places in other batches than their own
+    seed: int | None  # of shuffling and samples; None: torch's generator draws it
+    has_workers: bool  # samples are loaded outside the main process or in other threads
+    # The next epoch may be prefetched if its indices are known: the workers stay, and the randomness of a sample does
+    # not depend on earlier samples
     predictable: bool
     record_order: str | None
     replay: RecordedOrder | None
     rank: str | None
     pooled: range | None = None
-    readers: int = 0
-    dealt: tuple[int, int] = (0, 1)
+    readers: int = 0  # number of readers of an iterable dataset, of all ranks; 0: it is map-style
+    dealt: tuple[int, int] = (0, 1)  # rank and number of ranks among which they are dealt
     persists_datasets: bool = False
+    # A resumed epoch is read from its beginning, whatever state the dataset has
     rereads: bool = False
-    by_cost: bool = False
+    by_cost: bool = False  # the costs of samples decide how many of them make a batch
 
     @property
     def own_readers(self) -> range:
@@ -168,8 +156,7 @@ class SeededSampler(RandomSampler):
 
 # ---- epochs and ranks of samplers ------------------------------------------------------------------
 
-_DEEPEST = 8
-"""Most nested samplers; an object with more returns something for every attribute."""
+_DEEPEST = 8  # most nested samplers; an object with more returns something for every attribute
 
 
 def nested(sampler: object) -> list[Any]:
@@ -757,19 +744,13 @@ def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[A
 
 
 class Source(NamedTuple):
-    """Where batches come from.
+    """Where batches come from."""
 
-    Attributes:
-        items: What the sampler yields for each batch. An interruption loses none of it, unless it ends the items.
-        make: Makes a batch of it; None: it is one.
-        may_die: Whether an interruption ends the items, as it ends a generator.
-        ahead: How many may be drawn together.
-    """
-
+    # What the sampler yields for each batch. An interruption loses none of it, unless it ends the items
     items: Iterator[Any]
-    make: Callable[[Any], Any] | None = None
-    may_die: bool = True
-    ahead: int = 1
+    make: Callable[[Any], Any] | None = None  # makes a batch of it; None: it is one
+    may_die: bool = True  # whether an interruption ends the items, as it ends a generator
+    ahead: int = 1  # how many may be drawn together
 
 
 class Drawn(list[Any]):
