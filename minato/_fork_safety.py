@@ -114,7 +114,7 @@ class Loans:
         self._leases = leases
         self._kept: dict[Borrower, list[Any]] = {}
         self._owner = os.getpid()
-        _loans.add(self)
+        _loans[id(self)] = self
 
     def held(self) -> list[Any]:
         """The objects that live."""
@@ -155,7 +155,8 @@ class _Child(Borrower):
         return bool(self._poll.poll(0))
 
 
-_loans: weakref.WeakSet[Loans] = weakref.WeakSet()
+_loans: weakref.WeakValueDictionary[int, Loans] = weakref.WeakValueDictionary()
+"""By identity. Not a set: another thread may add some during a fork, and no loop over a set bears that."""
 _lent: list[tuple[Loans, list[Any]]] = []  # during a fork: what the child shares
 _child: _Child | None = None  # during a fork: the child to be
 _inherited: list[_Child] = []  # in a child: itself, as its parent sees it
@@ -290,7 +291,8 @@ def _before() -> None:
     with _calls_changed:
         _forking = thread
         _calls_changed.wait_for(lambda: not _calls.keys() - {thread}, _PATIENCE_S)
-    _lent[:] = [(loans, held) for loans in list(_loans) if (held := loans.held())]
+    living = [loans for each in _loans.valuerefs() if (loans := each()) is not None]
+    _lent[:] = [(loans, held) for loans in living if (held := loans.held())]
     if _lent and not starts_worker():
         with suppress(OSError):  # no descriptor is left: what is lent is kept for good
             _child = _Child()

@@ -43,6 +43,7 @@ from minato._core.segment import Segment
 from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
 from minato.caching import MemoryCache
+from minato.observe import at_exit
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
@@ -603,6 +604,24 @@ def of_patch(folder: Path) -> Lock:
     return patching._lock, works
 
 
+def of_metrics(folder: Path) -> Lock:
+    from minato.observe import metrics
+
+    def works() -> bool:
+        log = DataLoader(Rows(8), 2)._minato_history.epoch_log
+        return log is not None and bool(metrics.LabelledMetrics(log, "x", ()).name)
+
+    return metrics._making, works
+
+
+def of_reports(folder: Path) -> Lock:
+    def works() -> bool:
+        with at_exit._lock:
+            return True
+
+    return at_exit._lock, works
+
+
 def of_worker_threads(folder: Path) -> Lock:
     return reading._ANNOUNCED, lambda: total(rows("thread")) == 400
 
@@ -625,6 +644,8 @@ LOCKS = {
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],
     "consumers": [of_consumers],
+    "observe.at_exit": [of_reports],
+    "observe.metrics": [of_metrics],
     "patching": [of_patch],
     "workers.reading": [of_worker_threads],
 }
@@ -764,7 +785,7 @@ def test_a_call_does_not_begin_while_another_thread_forks(monkeypatch: pytest.Mo
 
 
 def test_an_interrupted_fork_holds_no_other_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fork_safety, "_loans", set())
+    monkeypatch.setattr(_fork_safety, "_loans", weakref.WeakValueDictionary())
     monkeypatch.setattr(_fork_safety, "Borrower", Mock(side_effect=KeyboardInterrupt))
     _fork_safety._before()
     with pytest.raises(KeyboardInterrupt):
@@ -791,7 +812,8 @@ def test_an_interrupted_fork_keeps_what_its_child_may_read(monkeypatch: pytest.M
     held = {1}
     alive = weakref.ref(held)
     loans = [Interrupted({0: alive}), Interrupted({0: alive})]
-    monkeypatch.setattr(_fork_safety, "_loans", set(loans))
+    known = weakref.WeakValueDictionary(enumerate(loans))
+    monkeypatch.setattr(_fork_safety, "_loans", known)
     with starting_worker(Borrower()):
         _fork_safety._before()
         with pytest.raises(KeyboardInterrupt):
@@ -805,6 +827,26 @@ def test_an_interrupted_fork_keeps_what_its_child_may_read(monkeypatch: pytest.M
     for each in loans:
         each.settle()
     assert alive() is not None
+
+
+def test_memory_that_another_thread_makes_during_a_fork() -> None:
+    alive, made = {1}, list[Loans]()
+    made.append(Loans({0: weakref.ref(alive)}))
+
+    def make(*_: object) -> Any:  # as another thread at this line
+        made.append(Loans({}))
+        return make
+
+    before = sys.gettrace()
+    sys.settrace(make)
+    try:
+        _fork_safety._before()
+    finally:
+        sys.settrace(before)
+        lent = [held for _, held in _fork_safety._lent]
+        _fork_safety._in_parent()
+    assert len(made) > 10
+    assert [alive] in lent
 
 
 def test_a_loan_that_begins_while_others_end_is_kept() -> None:
