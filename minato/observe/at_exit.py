@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from minato._fork_safety import forget_in_children
 from minato._support.files import open_lines, write_atomically
 from minato._support.threads import at_end
 from minato._support.values import counted, printable
@@ -45,7 +47,7 @@ class _AtExit:
     def finish(self) -> None:
         if not self.active:
             return
-        reports = [report() for report in self.kept.values()]
+        reports = [report() for report in list(self.kept.values())]  # daemon threads go on
         # What is read first is on the last screen: the loader that cost most.
         reports.sort(key=lambda each: each.run.waiting.total_s)
         if self.path is not None:
@@ -58,6 +60,16 @@ class _AtExit:
 
 
 _at_exit = _AtExit()
+_lock = threading.RLock()
+"""Several threads may begin loaders at a time."""
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+forget_in_children(_renew_lock)
 
 
 def _tell(text: str) -> None:
@@ -91,6 +103,11 @@ def write_at_exit(path: str) -> None:
     ``NAME.rank1.json`` and so on, child processes ``NAME.pid1234.json``. A file that cannot be written, or has other
     content, is a warning.
     """
+    with _lock:
+        _write_at_exit(path)
+
+
+def _write_at_exit(path: str) -> None:
     mine = _of_this_process()
     if mine.path is not None or mine.refused:
         return
@@ -109,11 +126,13 @@ def keep(setup: Callable[[], Setup], steps: Sequence[str], log: EpochLog) -> Non
     """Keep what the report of a loader needs, which is neither the loader nor its dataset, until the process ends."""
     if not _at_exit.active:
         return
-    _at_exit.kept[log] = partial(report_of, setup(), tuple(steps), log)
-    if len(_at_exit.kept) > MOST_LOADERS:
-        *others, _ = _at_exit.kept  # the new one begins only now
-        del _at_exit.kept[min(others, key=lambda each: each.active_ns)]
-        _at_exit.dropped += 1
+    report = partial(report_of, setup(), tuple(steps), log)
+    with _lock:
+        _at_exit.kept[log] = report
+        if len(_at_exit.kept) > MOST_LOADERS:
+            *others, _ = _at_exit.kept  # the new one begins only now
+            del _at_exit.kept[min(others, key=lambda each: each.active_ns)]
+            _at_exit.dropped += 1
 
 
 def _content(reports: Sequence[Report], dropped: int, suffix: str) -> str:

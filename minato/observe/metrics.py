@@ -134,6 +134,8 @@ _Values = dict[str, dict[tuple[str, ...], float]]
 """By name and labels: loaders at one address show the same GPUs."""
 _labels: weakref.WeakKeyDictionary[EpochLog, str] = weakref.WeakKeyDictionary()
 """That of each loader, which keeps it for its life."""
+_making = threading.RLock()
+"""Held by a thread that chooses a label or opens an address. Not by finalizers, which may run in any thread."""
 
 
 class LabelledMetrics:
@@ -141,12 +143,13 @@ class LabelledMetrics:
 
     def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
         self._log, self._stages = log, stages
-        if log not in _labels:
-            name = name.encode("utf-8", "backslashreplace").decode()
-            names = itertools.chain([name], (f"{name} {n}" for n in itertools.count(2)))
-            taken = {*_labels.values()}
-            _labels[log] = next(each for each in names if each not in taken)
-        self.name = _labels[log]
+        name = name.encode("utf-8", "backslashreplace").decode()
+        names = itertools.chain([name], (f"{name} {n}" for n in itertools.count(2)))
+        with _making:
+            if log not in _labels:
+                taken = {*_labels.values()}
+                _labels[log] = next(each for each in names if each not in taken)
+            self.name = _labels[log]
 
     def add_to(self, found: _Values) -> None:
         """Add the present values; between two epochs only totals over epochs."""
@@ -201,10 +204,11 @@ class ServedMetrics:
     def __init__(self, metrics: LabelledMetrics, address: tuple[str, int]) -> None:
         self._metrics, self._pid = metrics, os.getpid()
         reference = weakref.ref(metrics)  # first: a collection in between may close the endpoint
-        if address not in _endpoints:
-            _endpoints[address] = _Endpoint(address)
-        endpoint = _endpoints[address]
-        endpoint.loaders.append(reference)
+        with _making:
+            if address not in _endpoints:
+                _endpoints[address] = _Endpoint(address)
+            endpoint = _endpoints[address]
+            endpoint.loaders.append(reference)
         self._url = endpoint.url
         weakref.finalize(metrics, _leave, address)
 
@@ -323,6 +327,8 @@ def _leave(address: tuple[str, int]) -> None:
 
 
 def _forget() -> None:
+    global _making
+    _making = threading.RLock()
     for endpoint in _endpoints.values():
         endpoint.server.server_close()  # this forked child's copy of the socket
     _endpoints.clear()

@@ -23,10 +23,12 @@ import minato
 from minato import DataLoader, Observe, Readers, Record, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import at_exit
+from minato.observe.epoch_log import EpochLog
 from tests.behaviour import states
 from tests.datasets import TOO_MANY_WORKERS, Failing, Numbers, Parts, raising, wait_until
 from tests.pairwise import pairwise
 from tests.selection import loaders, mostly_slow, sweep
+from tests.threads import run_together
 
 pytestmark = [
     pytest.mark.filterwarnings(TOO_MANY_WORKERS),
@@ -204,6 +206,24 @@ def test_a_report_at_exit_keeps_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_
     before = left()
     for batches in BATCHES:
         check("Knows", batches, lambda: POOLS["fork"], before)
+
+
+def test_reports_of_loaders_that_begin_in_several_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Old(EpochLog):
+        @property
+        def active_ns(self) -> int:
+            time.sleep(0.002)  # other threads have their turn
+            return 0
+
+    kept: dict[EpochLog, Any] = {Old(): None for _ in range(at_exit.MOST_LOADERS)}
+    monkeypatch.setattr(at_exit, "_at_exit", at_exit._AtExit(os.getpid(), prints=True, kept=kept))
+    new = [EpochLog() for _ in range(3)]
+    keep = functools.partial(at_exit.keep, lambda: Any, ())
+    run_together(*(functools.partial(keep, log) for log in new), limit_s=60)
+    assert len(kept) == at_exit.MOST_LOADERS
+    assert at_exit._at_exit.dropped == 3
 
 
 def test_without_a_report_at_exit_a_loader_is_not_described(

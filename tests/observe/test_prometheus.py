@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -27,6 +28,7 @@ from minato.observe.metrics import CATALOG
 from tests.datasets import Numbers, double, wait_until
 from tests.disks import without_descriptors
 from tests.subprocesses import free_port
+from tests.threads import run_together
 
 parser = pytest.importorskip("prometheus_client.parser")
 NAMES = {"minato_batches_total", "minato_samples_total", "minato_wait_seconds_total"}
@@ -153,6 +155,26 @@ def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders.clear()
     gc.collect()
     assert_nothing_listens(url)
+
+
+def test_loaders_that_begin_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(weakref.WeakKeyDictionary[Any, str]):
+        def values(self) -> Any:
+            found = [*super().values()]
+            time.sleep(0.05)  # other threads have their turn
+            return found
+
+    def slowly(address: Any) -> Any:
+        time.sleep(0.05)
+        return endpoint(address)
+
+    endpoint = metrics._Endpoint
+    monkeypatch.setattr(metrics, "_Endpoint", slowly)
+    monkeypatch.setattr(metrics, "_labels", Slow())
+    observe = minato.Observe(name="one", metrics=free_port())
+    loaders = [loader_of(observe=observe) for _ in range(3)]
+    run_together(*(functools.partial(list, loader) for loader in loaders), limit_s=60)
+    assert labels_of(loaders[0].metrics_url) == {"one", "one 2", "one 3"}
 
 
 def test_a_loader_is_served_where_another_is_collected_meanwhile(
