@@ -134,6 +134,7 @@ class InlineEngine(BatchSource):
     _load_quickly: Callable[[InlineEngine], _Batch | None] | None  # not bound: that is a cycle
     _takes_rows: bool
     _is_entered: bool
+    _thread: int  # the one that it was last in
 
     def __init__(
         self,
@@ -232,20 +233,26 @@ class InlineEngine(BatchSource):
         if self._states is not None:
             # It is asked when a program wants the state; not by a finalizer, which may run while the dataset is in use.
             self._states.present = fetcher.state
-        # Another thread binds no generators, and the program may have given the dataset other methods.
-        kind = threading.current_thread() is threading.main_thread(), fetcher.takes_lists
-        if kind != self._kind:
-            self._make_runner(fetcher)
-            self._kind = kind
         self._takes_rows = fetcher.has_rows and not self._builder.collates
-        if self._failures is not None:
-            policy, transforms = self.plan.policy, plan.pipeline.transforms
-            assert policy is not None
-            name = None if self._host is None else item_of
-            self._retry = SampleRetry(0, policy, transforms, self._runner, fetcher, name)
+        self._enter_thread()
         if self._retry is None and self._flight is None and self._host is None:
             self._single = None if fetcher.takes_lists else fetcher
         self._activity.resume()
+
+    def _enter_thread(self) -> None:
+        """Go on in this thread: the main one binds generators, and others, whose draws it would undo, do not."""
+        fetcher = self._fetcher
+        # The program may have given the dataset other methods.
+        kind = threading.current_thread() is threading.main_thread(), fetcher.takes_lists
+        if kind != self._kind:
+            self._make_runner(fetcher)
+            self._kind, self._is_entered, self._load_quickly = kind, False, None
+        if self._failures is not None:
+            policy, transforms = self.plan.policy, self.plan.worker.pipeline.transforms
+            assert policy is not None
+            name = None if self._host is None else item_of
+            self._retry = SampleRetry(0, policy, transforms, self._runner, fetcher, name)
+        self._thread = threading.get_ident()
 
     def _host_readers(self, epoch: Epoch, readers: EpochReaders) -> Host:
         worker = self.plan.worker
@@ -313,6 +320,8 @@ class InlineEngine(BatchSource):
                 self._progress.settle()
             self._position = batch.first + batch.size
             self._batch = batch = None
+        if threading.get_ident() != self._thread:
+            self._enter_thread()
         self.observers.enter()
         try:
             if batch is None and self._load_quickly is not None:

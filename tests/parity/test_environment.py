@@ -99,6 +99,62 @@ def test_what_the_main_thread_draws_stays_drawn() -> None:
     same_for_both(case)
 
 
+class Waiting(Numbers):
+    """In the midst of each sample, the main thread may have its turn."""
+
+    turns: threading.Barrier | None = None
+
+    def __getitem__(self, index: int) -> float:
+        if self.turns is not None:
+            self.turns.wait(60)
+            self.turns.wait(60)
+        return random.random()
+
+
+@pytest.mark.parametrize("begun", ["nothing", "iterator", "batch", "epoch"])
+def test_a_loop_that_goes_on_in_another_thread_leaves_the_main_threads_draws(begun: str) -> None:
+    dataset = Waiting(8)
+    loader = minato.DataLoader(dataset, 2, seed=3)
+    random.seed(1)
+    if begun == "epoch":
+        list(loader)
+    iterator = in_a_thread(lambda: iter(loader)) if begun == "nothing" else iter(loader)
+    if begun == "batch":
+        next(iterator)
+    dataset.turns = threading.Barrier(2)
+    thread = threading.Thread(target=list, args=(iterator,))
+    thread.start()
+    drawn = []
+    for _ in range(6 if begun == "batch" else 8):
+        dataset.turns.wait(60)
+        drawn.append(random.random())
+        dataset.turns.wait(60)
+    thread.join()
+    drawn.append(random.random())
+    programs = random.Random(1)
+    stream = [programs.random() for _ in range(20)]
+    places = [stream.index(each) for each in drawn]
+    assert places == sorted({*places})
+
+
+@pytest.mark.parametrize("begun", ["nothing", "iterator", "batch", "epoch"])
+def test_a_loop_that_goes_on_in_the_main_thread_is_seeded_there(begun: str) -> None:
+    def batches(loader: Any) -> Any:
+        return [batch.tolist() for batch in loader]
+
+    loaders = [minato.DataLoader(Waiting(8), 2, seed=3) for _ in range(2)]
+    if begun == "epoch":
+        batches(loaders[0])
+        other = iter(loaders[1])
+        in_a_thread(lambda: [*other])
+    iterator = iter(loaders[1]) if begun == "nothing" else in_a_thread(lambda: iter(loaders[1]))
+    skipped = 0
+    if begun == "batch":
+        in_a_thread(lambda: next(iterator))
+        skipped = 1
+    assert batches(iterator) == batches(loaders[0])[skipped:]
+
+
 # ---- loaders within loaders -----------------------------------------------------------------
 
 
