@@ -138,6 +138,8 @@ class Engine(BatchSource):
         self.afterwards = self._endings()
         self._end = functools.partial(end_engine, self._pool.shut_down, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
+        # Python drops what a signal's handler raises in a finalizer, on any of its lines: another does the rest.
+        weakref.finalize(self, self._pool.end_rest)
 
     # ---- its parts
 

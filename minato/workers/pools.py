@@ -42,12 +42,14 @@ _GRACE_S = 4.0
 class WorkerPool(ABC):
     """The workers of an engine: processes of this machine or threads, which are started, watched and ended together.
 
-    ``shut_down`` ends all, and returns whether all have ended; nothing that it refers to refers to the loader.
+    ``shut_down`` ends all, and returns whether all have ended; ``end_rest`` ends what it has left when it was
+    interrupted. Nothing that they refer to refers to the loader.
     """
 
     processes: Sequence[BaseProcess] = ()
     threads: Sequence[threading.Thread] = ()
     shut_down: Callable[[], bool]
+    end_rest: Callable[[], object]
 
     def __init__(self, state: SharedState) -> None:
         self.state = state
@@ -118,7 +120,7 @@ class ProcessPool(WorkerPool):
         look_s = None if self._watchdog is None else self._watchdog.interval_s
         self._watch = ExitWatch(context, state.ready.notify, look_s)
         self._started = StartedProcesses(state.stop, self._watch)
-        self.shut_down = self._started.shut_down
+        self.shut_down = self.end_rest = self._started.shut_down
         self.processes: list[BaseProcess] = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
 
@@ -290,8 +292,11 @@ class ThreadPool(WorkerPool):
         self.threads: list[threading.Thread] = [
             self._make(number) for number in range(context.plan.most_workers)
         ]
-        end = functools.partial(_end_threads, stop or state.stop, self.threads, os.getpid())
-        self.shut_down = end
+        end = functools.partial(_end_threads, stop or state.stop, owner=os.getpid())
+        self.shut_down, self.end_rest = (
+            functools.partial(end, self.threads),
+            functools.partial(end, ()),
+        )
 
     def _make(self, number: int) -> threading.Thread:
         arguments, name = (weakref.ref(self), number, self.state), f"minato-{number}"
@@ -382,7 +387,7 @@ def _work(reference: weakref.ref[Any], *number: int) -> Callable[[], bool] | Non
     return None if at_work is None else at_work.work(*number)
 
 
-def _end_threads(stop: Callable[[], None], threads: list[threading.Thread], owner: int) -> bool:
+def _end_threads(stop: Callable[[], None], threads: Sequence[threading.Thread], owner: int) -> bool:
     """End the threads of a pool; returns whether all have ended."""
     if os.getpid() != owner:
         return False  # a child that the user forked has a copy of the pool, but no threads

@@ -505,14 +505,19 @@ class StartedProcesses:
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
         self.borrower = Borrower()
         self.processes: dict[int, BaseProcess] = {}
-        self.is_over = False
+        self.is_over = self._is_done = False
         self._stop, self._watch = stop, watch
         self._owner = os.getpid()
 
     def shut_down(self) -> bool:
-        """End all workers, by request, then by signals, at once where it is interrupted; returns whether all ended."""
+        """End all workers, by request, then by signals, at once where it is interrupted; returns whether all ended.
+
+        A second call does what an interruption has left.
+        """
         if os.getpid() != self._owner:
             return False  # this is a copy of the pool in a child that the user forked
+        if self._is_done:
+            return self.borrower.ended
         self.is_over = True
         remaining = [process for process in self.processes.values() if process.pid is not None]
         try:
@@ -531,6 +536,7 @@ class StartedProcesses:
             forget_child_processes(remaining)
             self._watch.close()
             self.borrower.ended = not remaining
+            self._is_done = True
         return not remaining
 
 

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -267,6 +268,51 @@ def test_a_signal_while_a_dropped_iterator_ends_its_workers(
     dataset.over.value = 1
     sender.join()
     wait_until(lambda: threading.active_count() == others)
+
+
+ENDINGS = {"end_engine", "shut_down", "_end_threads"}
+
+
+@contextmanager
+def interrupted_at(place: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at one of the lines by which a finalizer ends workers, counted from 0."""
+    left = iter(range(place))
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        is_here = event == "line" and frame.f_code.co_name in ENDINGS
+        if is_here and next(left, None) is None:
+            raise KeyboardInterrupt  # and Python forgets the tracer
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": "thread"}], ids=["processes", "threads"])
+def test_a_finalizer_that_is_interrupted_at_any_line_ends_the_workers(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: ignored.append(seen.exc_type))
+    others = threading.active_count()
+    for place in range(100):
+        iterator = iter(
+            DataLoader(Numbers(8), 4, num_workers=1, persistent_workers=True, **options)
+        )
+        next(iterator)
+        with interrupted_at(place):
+            del iterator
+            gc.collect()
+        wait_until(lambda: threading.active_count() == others)
+        assert multiprocessing.active_children() == []
+        if len(ignored) <= place:
+            break
+    assert 5 < len(ignored) == place
+    assert {*ignored} == {KeyboardInterrupt}
 
 
 # ---- at random moments ----------------------------------------------------------------------
