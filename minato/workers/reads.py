@@ -149,7 +149,7 @@ class ThreadReads(Reads):
         self._threads: list[threading.Thread] = []
         self._reading: dict[threading.Thread, Read] = {}
         self.is_closed = False
-        weakref.finalize(self, _end_threads, self._asked, self._threads).atexit = False
+        weakref.finalize(self, self._asked.put, None).atexit = False
 
     def submit(self, read: Read) -> None:
         check_owner(self._owner)
@@ -184,7 +184,7 @@ class ThreadReads(Reads):
     def close(self) -> None:
         # It waits for those that are not answered alone.
         self.is_closed = True
-        _end_threads(self._asked, self._threads)
+        self._asked.put(None)
         deadline_ns = now_ns() + int(_GRACE_S * 1e9)
         for thread in self._threads:
             read = self._reading.get(thread)
@@ -197,13 +197,9 @@ def _read_in_thread(reference: weakref.ref[ThreadReads], asked: SimpleQueue[Read
     while (read := asked.get()) is not None:
         reads = reference()
         if reads is None or not reads.perform(read):
-            return
+            break
         del reads, read
-
-
-def _end_threads(asked: SimpleQueue[Read | None], threads: list[threading.Thread]) -> None:
-    for _ in threads:
-        asked.put(None)
+    asked.put(None)  # for the next thread: nobody knows of one whose start was interrupted
 
 
 class CoroutineReads(Reads):

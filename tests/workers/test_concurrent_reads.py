@@ -17,7 +17,8 @@ import torch
 
 import minato
 from minato._support.counters import shared_integers
-from minato.workers.reads import BegunLists
+from minato._support.threads import start_thread
+from minato.workers.reads import BegunLists, Read, ThreadReads
 from tests.datasets import ORDERS, Journal, Numbers, Stream, drain, flat, indices, wait_until
 from tests.selection import WORKERS, each, sweep
 
@@ -338,6 +339,33 @@ def content(dataset: Any, **arguments: Any) -> dict[int, list[float]]:
     """What each sample holds."""
     loader = of(dataset, seed=7, order="strict", collate_fn=list, **arguments)
     return {index: sample for index, *sample in flat(loader)}
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_threads_whose_start_is_interrupted_end_with_the_others(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        start_thread(thread)
+        started.append(thread)
+        if len(started) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("minato.workers.reads.start_thread", start)
+    threads = ThreadReads(Numbers(8).__getitem__, 2)
+    with pytest.raises(KeyboardInterrupt):
+        threads.submit(Read(0, 0, None, 0))
+    for index in range(1, 4):
+        threads.submit(Read(index, 0, None, 0))
+    done = threads._done
+    wait_until(lambda: len(done) == 4)
+    assert len(started) == 3
+    if closes:
+        threads.close()
+    del threads
+    wait_until(lambda: not any(thread.is_alive() for thread in started))
 
 
 def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
