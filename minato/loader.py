@@ -447,7 +447,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         ):
             self._iterator = None
         try:
-            return super().__iter__()
+            made: TorchIterator | None = None
+            while made is None:  # another thread has closed the loader meanwhile
+                made = super().__iter__()
+            return made
         except Exception as error:
             explain_dataset(self.dataset, shortened(error))
             raise

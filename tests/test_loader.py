@@ -217,6 +217,24 @@ def test_close_ends_the_workers_of_a_wrapped_iterator(wrap: Callable[[Any], Any]
         next(iterator)
 
 
+def test_a_loader_that_another_thread_closes_within_iter() -> None:
+    class Closed(DataLoader[Any]):
+        closes = 2
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_iterator" and value is not None and self.closes:
+                self.closes -= 1
+                self.close()  # as another thread does
+
+    loader = Closed(
+        Numbers(8), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    assert flat(indices(loader)) == list(range(8))
+    assert loader.closes == 0
+    loader.close()
+
+
 def test_a_finished_iterator_stays_finished() -> None:
     loader = DataLoader(Numbers(4), 2)
     iterator = iter(loader)

@@ -439,17 +439,20 @@ class Progress(_Recorder):
     def done(self) -> Completed:
         """Return the complete part of the epoch, of this run and earlier ones."""
         self.settle()
-        arrivals = self._arrivals
+        found = self._counted()
+        while (again := self._counted()) != found:  # another thread goes on with the loop
+            found = again
+        prefix, beyond, batches, delivered, skipped = found
         ranges: Ranges = ()
         if self.readers is None:
-            numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
+            numbers = [(0, prefix), *((number, number + 1) for number in beyond)]
             ranges = (*merged([*self._before.ranges, *self._before.placed(numbers)]),)
-        return Completed(
-            ranges,
-            self._before.batches + self.batches,
-            Tally(*arrivals.delivered),
-            Tally(*arrivals.skipped),
-        )
+        return Completed(ranges, self._before.batches + batches, Tally(*delivered), Tally(*skipped))
+
+    def _counted(self) -> tuple[Any, ...]:
+        arrivals = self._arrivals
+        beyond = list(arrivals.beyond)
+        return arrivals.prefix, beyond, self.batches, arrivals.delivered, arrivals.skipped
 
 
 class RankProgress(_Recorder):

@@ -85,6 +85,27 @@ def test_skipped_keys_shorten_the_last_batch() -> None:
     assert remaining(batches, done, mixes=True, drop_last=True) == [[4, 5, 6]]
 
 
+@pytest.mark.parametrize("name", ["prefix", "beyond", "delivered_batches", "delivered", "skipped"])
+def test_what_is_done_is_that_of_one_moment(name: str) -> None:
+    class Meanwhile:
+        """What has arrived: when a part of it is asked for, another thread gets a batch."""
+
+        def __getattr__(self, asked: str) -> Any:
+            if asked == name and meanwhile:
+                arrivals.deliver(meanwhile.pop(0), 0)
+            return getattr(arrivals, asked)
+
+    progress = Progress(0)
+    batches, meanwhile = [[0, 1], [2, 3], [4, 5], [6, 7]], [[2, 3], [4, 5]]
+    progress.requested(batches, 0)
+    arrivals = progress._arrivals
+    arrivals.deliver([0, 1], 0)
+    progress._arrivals = Meanwhile()
+    done = progress.done()
+    assert remaining(batches, done, mixes=False) == batches[done.batches :]
+    assert remaining(batches, done, mixes=True) == batches[done.batches :]
+
+
 @pytest.mark.parametrize("mixes", [False, True])
 def test_another_order_is_refused(mixes: bool) -> None:
     progress = Progress(0)
