@@ -209,12 +209,13 @@ class Layout:
     def sample(
         self, buffer: Buffer, offset: int, n: int, k: int, texts: Sequence[str | bytes]
     ) -> Any:
-        """Rebuild sample ``k`` of a batch as the dataset returned it; its arrays are contiguous views of the buffer.
+        """Rebuild sample ``k`` of a batch as the dataset returned it; its arrays are contiguous.
 
-        ``texts`` are its strings, from the packer. The other arguments are those of :meth:`batch`.
+        They are copies: beside a string, ``default_collate`` puts what it gets into the batch as it is, which outlives
+        the buffer. ``texts`` are its strings, from the packer. The other arguments are those of :meth:`batch`.
         """
         items = (
-            buffer[start : start + field.nbytes]
+            buffer[start : start + field.nbytes].copy()
             for field, (_, _, first, _) in zip(self._fields, self._plan(n).tensors, strict=True)
             for start in [offset + first + k * field.nbytes]
         )

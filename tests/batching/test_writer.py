@@ -129,6 +129,21 @@ def test_batches_of_changing_layout_in_the_same_records(make: Make) -> None:
         assert_same(desk.batch(SAMPLES[name][:3]), default_collate(SAMPLES[name][:3]))
 
 
+def test_what_is_collated_as_it_is_outlives_the_slot(make: Make) -> None:
+    """Beside a text, ``default_collate`` keeps each sample itself, also one that another worker has written."""
+    desk = make()
+    kept = []
+    for number in range(4):
+        batch, slot, _ = desk.open(3)
+        desk.fill(batch, 0, ["text"], 0)
+        desk.fill(batch, 1, [(torch.full((2,), number), np.full(2, number))], 1)
+        desk.fill(batch, 2, ["text"], 0)
+        kept.append(desk.read(batch, slot))
+    assert desk.arena.num_slots == 1
+    for number, (_, (tensor, array), _) in enumerate(kept):
+        assert (tensor.tolist(), array.tolist()) == ([number] * 2, [number] * 2)
+
+
 def test_samples_that_cannot_be_collated_raise_torchs_error(make: Make) -> None:
     samples = [torch.ones(2), torch.ones(3)]
     with pytest.raises(RuntimeError) as theirs:
