@@ -273,7 +273,8 @@ class SidePickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor, reduce: Reducer | None) -> Any:
-        if tensor.requires_grad and not tensor.is_leaf:
+        # As torch's reducer does; a subclass has none, and arrives without its graph.
+        if reduce is not None and tensor.requires_grad and not tensor.is_leaf:
             raise RuntimeError(
                 "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not "
                 "support crossing process boundaries.  If you just want to transfer the data, call detach() on "

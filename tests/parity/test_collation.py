@@ -262,6 +262,7 @@ ODD: dict[str, list[Any]] = {
     "subclass-then-plain": [torch.ones(2).as_subclass(Subclass), torch.ones(2), torch.ones(2)],
     "plain-then-subclass": [torch.ones(2), torch.ones(2).as_subclass(Subclass), torch.ones(2)],
     "subclass-with-function": [torch.full((2,), n).as_subclass(Loud) for n in range(3)],
+    "subclass-that-is-no-leaf": [torch.ones(2, requires_grad=True).as_subclass(Subclass)] * 3,
     "parameter": [torch.nn.Parameter(torch.ones(2)) for _ in range(3)],
     "requires-grad": [torch.ones(2, requires_grad=True) for _ in range(3)],
     "some-require-grad": [torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2)],
