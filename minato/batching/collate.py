@@ -287,14 +287,20 @@ class PadCollate:
     Raises:
         ValueError: Samples differ in another dimension than the first.
         KeyError: A field in ``masks`` does not exist.
+        TypeError: It is called with a single sample.
     """
 
     value: float | Mapping[str, float] = 0
     multiple_of: int = 1
     masks: Mapping[str, str] = field(default_factory=dict)
 
-    def __call__(self, samples: list[object]) -> Any:
+    def __call__(self, samples: Sequence[object]) -> Any:
         """Return the batch."""
+        if not isinstance(samples, Sequence):
+            raise TypeError(
+                f"PadCollate takes a list of samples and got a {type_name(samples)}: batch_size=None gives single "
+                "samples, so give a batch_size, or return lists of samples from the dataset"
+            )
         return self._collated(samples, None)
 
     def _collated(self, samples: Any, name: Any) -> Any:

@@ -99,6 +99,7 @@ class BatchWriter:
         self._owner = os.getpid()
         self.indices = StoredIndices(ledger, store)
         self._open: dict[int, _Fields] = {}
+        self._unsent: dict[tuple[int, int, int], Any] = {}  # by batch, generation and place
         self._last: Layout | None = None
 
     @property
@@ -384,9 +385,19 @@ class BatchWriter:
         sent = sends
         for i, sample in enumerate(samples):
             index = indices[i] if indices else None
-            sent = attach(batch, place + i, sample, index, sends) and sent
+            if not attach(batch, place + i, sample, index, sends):
+                sent = False
+                self._keep(batch, k + i, sample)
         if handover is not None and not sent:
             handover.settle(False)
+
+    def _keep(self, batch: int, k: int, sample: object) -> None:
+        """Keep a sample that cannot be sent, and not run again either: this worker may be the one that collates it."""
+        if self._run_again is None:
+            describe, kept = self._ledger.describe, self._unsent
+            for each in [each for each in kept if describe(each[0]).generation != each[1]]:
+                del kept[each]
+            kept[batch, describe(batch).generation, k] = sample
 
     def _note_types(self, result: object) -> None:
         """Find out from the samples of a whole batch whether those of others may be handed over."""
@@ -464,9 +475,12 @@ class BatchWriter:
         return samples
 
     def _rerun(self, batch: int, k: int, sample: Unsendable) -> list[Any]:
-        """Run the sample at a place of a full batch in this worker, because it does not arrive here as it is."""
+        """The sample at a place of a full batch that does not arrive as it is: run again here, or kept here."""
         if self._run_again is not None:
             return self._run_again(batch, self._ledger.occupants(batch)[k], sample.index)
+        key = batch, self._ledger.describe(batch).generation, k
+        if key in self._unsent:
+            return [self._unsent[key]]
         if sample.error is not None:
             raise_sample_error(sample.error)
         raise RuntimeError("the worker that could run a sample again has ended")

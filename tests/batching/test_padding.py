@@ -69,6 +69,15 @@ def test_a_padding_value_that_the_samples_cannot_hold_is_refused(value: Any, dty
         pad_stack(samples, value)
 
 
+@pytest.mark.parametrize("sample", [{"a": torch.ones(2)}, torch.ones(2), 1])
+def test_a_single_sample_is_refused(sample: Any) -> None:
+    loader = DataLoader([sample], batch_size=None, collate_fn=PadCollate())
+    with pytest.raises(TypeError, match=f"got a {type(sample).__name__}: batch_size=None gives"):
+        next(iter(loader))
+    lists = DataLoader([[sample, sample]], batch_size=None, collate_fn=PadCollate())
+    assert_same(next(iter(lists)), PadCollate()([sample, sample]))
+
+
 @pytest.mark.parametrize("samples", [[torch.ones(2, 3), torch.ones(2, 4)], [torch.ones(())] * 2])
 def test_only_lengths_may_differ(samples: list[Any]) -> None:
     with pytest.raises(ValueError, match="only the first dimension is padded.*the shapes"):

@@ -235,6 +235,21 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Make) -> None:
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
+def test_a_worker_collates_samples_of_its_own_that_cannot_be_sent() -> None:
+    """The items of a reader, of which no other worker can run one again."""
+    locks = [threading.Lock() for _ in range(3)]
+    desk = shared_desk(1 << 30, collate_fn=lambda samples: [locks.index(each) for each in samples])
+    for _ in range(2):
+        assert desk.batch(locks[:2], 2) == [0, 1]
+        batch, slot, _ = desk.open(3)
+        for k in range(3):
+            desk.fill(batch, k, locks[k : k + 1])
+        assert desk.read(batch, slot) == [0, 1, 2]
+        assert len(desk.writers[0]._unsent) == 2  # not those of batches that are gone
+    with pytest.raises(TypeError, match="pickle"):
+        desk.batch(locks[:2], 1)
+
+
 @pytest.mark.parametrize("run", [1, 2])
 def test_the_last_worker_collates_its_own_samples_as_they_are(make: Make, run: int) -> None:
     own, others = [object() for _ in range(run)], [1, SKIP, 3]
