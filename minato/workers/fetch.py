@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 from minato._compat import make_fetcher
 from minato._support.objects import takes_lists
+from minato._support.values import type_name
 from minato.batching.layout import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState
 from minato.sampling.samplers import as_given
@@ -75,17 +76,28 @@ class Fetcher:
 
     def transformed(self, samples: Any) -> Any:
         """What the dataset returned for the indices of a batch, transformed."""
-        return samples if self._run is None else [self._run(sample) for sample in samples]
+        return samples if self._run is None else list(map(self._run, _separate(samples)))
+
+
+def _separate(samples: Any) -> Any:
+    """The samples that ``__getitems__`` has returned; TypeError: it is one object for all of them."""
+    if samples is None or isinstance(samples, Mapping):  # whose keys are no samples
+        raise TypeError(
+            f"__getitems__ returned a {type_name(samples)}, and transforms= and orders that mix batches take single "
+            "samples: return a list of these; or transform in __getitems__, with order='strict' or 'batch'"
+        )
+    return samples
 
 
 def one_each(samples: Any, count: int) -> list[Any]:
     """What a call for ``count`` samples has returned, as a list; ValueError: it is not one sample for each."""
+    samples = [*_separate(samples)]
     if len(samples) != count:
         raise ValueError(
             f"__getitems__ returned {len(samples)} samples for {count} keys: with order='arrival' and 'fast_first' "
             "it must return one for each (use order='batch')"
         )
-    return list(samples)
+    return samples
 
 
 def _transformed(get: _Load, run: _Load, index: object) -> Any:
@@ -105,7 +117,7 @@ class _Transformed:
         return self._run(self._dataset[index])
 
     def _many(self, indices: object) -> Any:
-        return list(map(self._run, self._dataset.__getitems__(indices)))
+        return list(map(self._run, _separate(self._dataset.__getitems__(indices))))
 
 
 class ReplacedFetcher(Fetcher):

@@ -108,6 +108,23 @@ def test_getitems_in_arrival_order_and_without_batching(workers: dict[str, Any])
             list(DataLoader(Fewer(11), 3, order="arrival", **workers))
 
 
+class Columns(Listed):
+    """Its ``__getitems__`` returns the batch as columns, as many as there are keys."""
+
+    def __getitems__(self, keys: list[int]) -> Any:
+        return {name: keys for name in "abc"[: len(keys)]}
+
+
+@each
+def test_keys_of_a_whole_batch_are_no_samples(workers: dict[str, Any]) -> None:
+    options: list[dict[str, Any]] = [{"transforms": [identity]}]
+    if workers.get("workers") == "thread":  # processes keep batches whole until samples are known
+        options.append({"order": "arrival"})
+    for each_options in options:
+        with pytest.raises(TypeError, match=r"__getitems__ returned a dict, .* return a list"):
+            list(DataLoader(Columns(3), 3, collate_fn=identity, **each_options, **workers))
+
+
 @each
 def test_transforms_follow_the_dataset(workers: dict[str, Any]) -> None:
     expected = [[2 * i + 1 for i in range(j, min(j + 4, 10))] for j in range(0, 10, 4)]
