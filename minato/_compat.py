@@ -218,11 +218,20 @@ def announce_worker(info: WorkerInfo) -> None:
 
     Torch keeps one record for all threads. So one that another thread has announced is not what comes back then.
     """
-    before: WorkerInfo | None = worker._worker_info
-    while (known := _announced.get(id(before))) is not None and known[1] != threading.get_ident():
-        before = known[2]
-    _announced[id(info)] = info, threading.get_ident(), before
+    _announced[id(info)] = info, threading.get_ident(), _own_info()
     worker._worker_info = info
+
+
+def in_worker() -> bool:
+    """Whether ``get_worker_info()`` describes a worker, and not only what another thread has announced."""
+    return worker._worker_info is not None and _own_info() is not None
+
+
+def _own_info() -> WorkerInfo | None:
+    info: WorkerInfo | None = worker._worker_info
+    while (known := _announced.get(id(info))) is not None and known[1] != threading.get_ident():
+        info = known[2]
+    return info
 
 
 def withdraw_worker(info: WorkerInfo) -> None:
@@ -326,18 +335,20 @@ def _stack_in_own_memory(
     collate_fn_map: dict[type | tuple[type, ...], Callable[..., object]] | None = None,
 ) -> torch.Tensor:
     first = tensors[0]
-    in_worker = torch.utils.data.get_worker_info() is not None
     plain = first.device.type == "cpu" and first.layout is torch.strided and not first.is_nested
-    if not in_worker or not plain:
+    inside = in_worker()
+    if not plain or not (inside or collates_by_default()):
         stack: Callable[..., torch.Tensor] = collate.collate_tensor_fn
         return stack(tensors, collate_fn_map=collate_fn_map)
-    # Not element_size(): this raises what torch raises, for dtypes of less than a byte.
-    nbytes = sum(tensor.numel() for tensor in tensors) * _utils._element_size(first.dtype)
-    # Memory of NumPy's cannot be resized, like shared memory: tensors of different shapes raise the same errors.
-    memory = torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
-    storage = typed_storage(memory, first.dtype)
-    # As torch does in a worker: dtype and class of the batch are those of the first tensor.
-    out = first.new(storage).resize_(len(tensors), *first.size())
+    out = None  # torch's function would ask what another thread may have announced
+    if inside:
+        # Not element_size(): this raises what torch raises, for dtypes of less than a byte.
+        nbytes = sum(tensor.numel() for tensor in tensors) * _utils._element_size(first.dtype)
+        # Memory of NumPy's cannot be resized, like shared memory: tensors of different shapes raise the same errors.
+        memory = torch.from_numpy(np.empty(nbytes, np.uint8)).untyped_storage()
+        storage = typed_storage(memory, first.dtype)
+        # As torch does in a worker: dtype and class of the batch are those of the first tensor.
+        out = first.new(storage).resize_(len(tensors), *first.size())
     return torch.stack(list(tensors), 0, out=out)
 
 

@@ -391,6 +391,13 @@ def test_worker_info_that_other_threads_announce_meanwhile_does_not_stay() -> No
         assert get_worker_info() is not None
         second(_compat.withdraw_worker)
         assert get_worker_info() is None
+    assert not _compat.in_worker()
+    other(_compat.announce_worker)
+    assert not _compat.in_worker()
+    _compat.announce_worker(mine)
+    assert _compat.in_worker()
+    _compat.withdraw_worker(mine)
+    other(_compat.withdraw_worker)
     inner = _compat.worker_info(7, 8, 1, None)
     for disturbed in (True, False):  # the other thread finds the inner one of two
         _compat.announce_worker(mine)

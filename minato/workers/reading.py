@@ -578,7 +578,8 @@ class Host:
         here: It hosts all readers, and is none of the workers.
 
     Attributes:
-        binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
+        binds: It is not the reader while items are made a batch: samples have randomness of their own, or the
+            generators are the program's, as in threads.
         catches: The exceptions that are errors of items; others interrupt.
     """
 
@@ -597,7 +598,7 @@ class Host:
         # Its generators are those of its reader while it hosts only one.
         self._owns_process = plan.in_processes and not here
         self._is_thread = plan.method == "thread" and not plan.in_main_process
-        self.binds = plan.seeds_samples
+        self.binds = plan.seeds_samples or self._is_thread
         is_alone = self._owns_process and len(self._numbers) == 1
         self._swaps = readers.announces and not (self._is_thread or (is_alone and not self.binds))
         keeps_generators = readers.announces and not self._is_thread

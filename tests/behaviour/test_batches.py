@@ -12,7 +12,18 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from minato import DataLoader
-from tests.datasets import Filled, Numbers, Samples, assert_same, double, flat, indices, plus_one
+from minato._compat import in_worker
+from tests.datasets import (
+    Filled,
+    Numbers,
+    Parts,
+    Samples,
+    assert_same,
+    double,
+    flat,
+    indices,
+    plus_one,
+)
 from tests.parity.material import identity
 from tests.parity.test_collation import ODD
 from tests.selection import each
@@ -112,7 +123,7 @@ class Columns(Listed):
     """Its ``__getitems__`` returns the batch as columns, as many as there are keys."""
 
     def __getitems__(self, keys: list[int]) -> Any:
-        return {name: keys for name in "abc"[: len(keys)]}
+        return dict.fromkeys("abc"[: len(keys)], keys)
 
 
 @each
@@ -134,6 +145,25 @@ def test_transforms_follow_the_dataset(workers: dict[str, Any]) -> None:
     assert list(alone) == flat(expected)
     listed = DataLoader(Fewer(9), 9, transforms=[double, plus_one], collate_fn=identity, **workers)
     assert list(listed) == [[3, 5, 7, 11, 13, 15]]
+
+
+class ImagesOfParts(Parts):
+    """Images with channels last."""
+
+    def __iter__(self) -> Any:
+        for _ in super().__iter__():
+            yield torch.ones(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("size", [3, 2])
+def test_all_batches_of_threads_are_made_alike(order: str, size: int) -> None:
+    """Where a reader begins, its thread is one of torch's workers, but makes no batches as such."""
+    stream, threads = ImagesOfParts(12), {"num_workers": 2, "workers": "thread", "order": order}
+    expected = next(iter(TorchLoader(stream, size))).stride()
+    assert {each.stride() for each in DataLoader(stream, size, **threads)} == {expected}
+    inside = DataLoader(stream, size, collate_fn=lambda images: in_worker(), **threads)
+    assert {*inside} == {False}
 
 
 @each
