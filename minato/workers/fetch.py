@@ -91,13 +91,13 @@ def _separate(samples: Any) -> Any:
 
 def one_each(samples: Any, count: int) -> list[Any]:
     """What a call for ``count`` samples has returned, as a list; ValueError: it is not one sample for each."""
-    samples = [*_separate(samples)]
-    if len(samples) != count:
+    separate = [*_separate(samples)]
+    if len(separate) != count:
         raise ValueError(
-            f"__getitems__ returned {len(samples)} samples for {count} keys: with order='arrival' and 'fast_first' "
+            f"__getitems__ returned {len(separate)} samples for {count} keys: with order='arrival' and 'fast_first' "
             "it must return one for each (use order='batch')"
         )
-    return samples
+    return separate
 
 
 def _transformed(get: _Load, run: _Load, index: object) -> Any:
