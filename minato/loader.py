@@ -447,10 +447,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         ):
             self._iterator = None
         try:
-            made: TorchIterator | None = None
-            while made is None:  # another thread has closed the loader meanwhile
-                made = super().__iter__()
-            return made
+            made: TorchIterator | None = super().__iter__()
+            # None: another thread has closed the loader meanwhile.
+            return super().__iter__() if made is None else made
         except Exception as error:
             explain_dataset(self.dataset, shortened(error))
             raise
