@@ -566,7 +566,7 @@ def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Ho
         finally:
             exchange_binding(binding)
             set_reading(host._around)
-            host._reading.announce = nullcontext  # it may refer to the host, which refers to it
+            host._reading.announce = host._alone  # it may refer to the host, which refers to it
 
     return apart
 
@@ -625,7 +625,9 @@ class Host:
         self._program: _Program | None = None  # while a reader is active in its process
         self._kept: int | None = None  # whose generators are kept, and not saved
         # Of its dataset, and of other datasets in this thread while it reads.
-        self._reading = self._around = Reading()
+        # The program has worker info of none: a thread of another loader may announce its own meanwhile.
+        self._alone = nullcontext if readers.announces or self._is_thread else announcing
+        self._reading = self._around = Reading(self._alone)
         self.catches: Kinds = (Exception,)
 
     @property
@@ -724,7 +726,7 @@ class Host:
         """Leave nothing of a reader in this process, wherever a call was interrupted."""
         if (present := set_reading(self._around)) is not self._reading:
             set_reading(present)
-        self._reading = Reading()
+        self._reading = Reading(self._alone)
         self._restore()
 
     def _restore(self) -> None:
@@ -784,7 +786,8 @@ class Host:
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
         reader = self._readers[number]
-        self._begin(reader, slot, epoch, 0)
+        with self._alone():
+            self._begin(reader, slot, epoch, 0)
         if self._ends[number] is not None:  # an earlier run has read everything
             reader.forget_loaded()
 
@@ -800,7 +803,7 @@ class Host:
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
         reader.on_next = on_next
-        set_announce(functools.partial(self._announced, number) if self._is_thread else nullcontext)
+        set_announce(functools.partial(self._announced, number) if self._is_thread else self._alone)
         if keys[-1] - keys[0] == count - 1:
             ordinals: Sequence[int] = range(first, first + count)
         else:

@@ -384,10 +384,11 @@ class Lingering(Parts):
         return super().__iter__()
 
 
-def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
+@pytest.mark.parametrize("readers", [3, None])
+def test_loaders_of_one_process_do_not_mix_up_their_readers(readers: int | None) -> None:
     """torch keeps one record of worker info for all threads."""
     in_threads = DataLoader(Lingering(20), 2, readers=4, num_workers=2, workers="thread")
-    here = DataLoader(Lingering(30), 2, readers=3)
+    here = DataLoader(Lingering(30), 2, readers=readers)
     found = []
 
     def iterate() -> None:
@@ -406,15 +407,17 @@ class Nested(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
-        assert info is not None
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
         inner = DataLoader(Lingering(12), None, readers=3, num_workers=2, workers="thread")
-        return itertools.islice(inner, info.id, None, info.num_workers)
+        return itertools.islice(inner, number, None, count)
 
 
-@pytest.mark.parametrize("workers", ["inline", "3-threads"])
+@pytest.mark.parametrize(
+    ("workers", "readers"), [("inline", 2), ("inline", None), ("3-threads", 2)]
+)
 def test_a_reader_lends_worker_info_to_threads_that_it_waits_for(
-    workers: str, monkeypatch: pytest.MonkeyPatch
+    workers: str, readers: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minato.workers.reading._LONGEST_S", 10.0)
-    loader = DataLoader(Nested(), 2, readers=2, **WORKERS[workers])
+    loader = DataLoader(Nested(), 2, readers=readers, **WORKERS[workers])
     assert sorted(numbers(loader)) == list(range(12))
