@@ -586,10 +586,12 @@ class EpochPosition:
             return LoaderState(
                 facts, epoch, True, draw.idle_state(), plain, readers=between
             ).to_plain()
-        done = progress.done()  # first: it records the last batch
-        plain, drawn = None if states is None else states.to_plain(), last.draw.taken()
-        seeds = last.base_seed, last.drawn_epoch
-        readers = None if last.readers is None else last.readers.to_plain()
+        done, before = progress.done(), None  # first: it records the last batch
+        while done != before:  # else another thread has gone on with the loop meanwhile
+            plain = None if states is None else states.to_plain()
+            readers = None if last.readers is None else last.readers.to_plain()
+            before, done = done, progress.done()
+        drawn, seeds = last.draw.taken(), (last.base_seed, last.drawn_epoch)
         if readers is not None and readers["set_epoch"] is None:
             readers["set_epoch"] = self._dataset_epoch  # its own may be another by now
         return LoaderState(
