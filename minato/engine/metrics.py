@@ -83,13 +83,15 @@ class EngineMetrics(MetricsSource):
 
     def quick_counts(self) -> dict[str, int]:
         activity, failures = self.activity, self.failures
-        busy_ns = idle_ns = 0
+        busy_ns = idle_ns = most_ns = 0
         for worker in range(len(self.meters)):
             each = activity(worker)
             busy_ns, idle_ns = busy_ns + each.busy_ns, idle_ns + each.idle_ns
+            most_ns = max(most_ns, each.busy_ns)
         return {
             "busy_ns": busy_ns,
             "idle_ns": idle_ns,
+            "busiest_ns": most_ns,
             "deaths": 0 if self.restart_policy is None else self.restart_policy.total,
             "retries": 0 if failures is None else failures.retries,
             "skipped": 0 if failures is None else failures.totals["skipped"],

@@ -94,6 +94,10 @@ class Workers:
     busy_share: float = _figure(
         "share", "near 100 %: they are at their limit; low: the bottleneck is elsewhere"
     )
+    busiest_share: float = _figure(
+        "share",
+        "of the time that the busiest one was busy; far above the share of all: uneven work",
+    )
     no_work_share: float = _figure(
         "share", "idle while the loop waited too; high: slow start, or a prefetch window too small"
     )

@@ -248,6 +248,7 @@ def _workers(metrics: Metrics, use: LoaderUse, fewest: int, most: int) -> figure
         most=most,
         busy_s=busy_ns / 1e9,
         busy_share=_ratio(busy_ns, total_ns),
+        busiest_share=min(_ratio(counts["busiest_ns"], counts["wall_ns"]), 1.0),
         no_work_share=_ratio(idle_ns - window_full_ns, total_ns),
         window_full_share=_ratio(window_full_ns, total_ns),
         on_core_share=min(on_core, 1.0),

@@ -375,6 +375,8 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         told = ("The workers wait for its items.",)
         advice = f"{_CHEAPER_READING} The estimate assumes half of its cost."
         return Verdict("source", summary, told, advice, None, min(speedup, 1 / _CHEAPER), "dataset")
+    if setup.is_stream and workers.busiest_share >= _BUSY:
+        return _uneven_readers(setup, run)
     steps, is_full = run.throughput, workers.window_full_share > workers.no_work_share
     long_ones = costs.step > costs.whole / 4 and steps.step_mean_s > 2 * steps.step_p50_s
     may_overtake = setup.in_order and workers.count > 1 and run.stragglers.phase != "uniform"
@@ -394,6 +396,18 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         )
         return Verdict("order", summary, (), advice, {"order": "batch"}, speedup)
     return Verdict("unknown", "The workers are idle for an unknown reason.")
+
+
+def _uneven_readers(setup: Setup, run: Period) -> Verdict:
+    workers = run.workers
+    most, mean = workers.busiest_share, workers.busy_share
+    summary = "One reader of the iterable dataset is slower than the others, or has a larger part."
+    evidence = f"Its worker is busy for {_percent(most)} of the time, all of them for {_percent(mean)} on average."
+    advice = "Divide the dataset evenly, such as into more and smaller shards."
+    if setup.in_order:
+        advice += " If it has no end, order='batch' takes batches of the other readers meanwhile."
+    speedup = most / max(mean, 1e-9)
+    return Verdict("source", summary, (evidence,), advice, None, speedup, "dataset")
 
 
 def _more_batches(setup: Setup, run: Period, summary: str, speedup: float) -> Verdict:

@@ -52,6 +52,7 @@ FIGURES: dict[str, Any] = (
     {"own_s": 1.0, "waited_s": 9.0, "pin_memory_s": 0.0, "ranks_s": 0.0, "first_s": 0.0}
     | {"device_s": (0.0, 0.0), "step_s": (0.01, 0.01), "epochs": 1, "batches": 100}
     | {"workers": 2, "busy_s": 20.0, "busy_share": 1.0, "no_work": 0.0, "window_full": 0.0}
+    | {"busiest": 0.6}
     | {"on_core": 0.01, "cores": 0.1, "held": False, "budget_bytes": 4000, "phase": "uniform"}
     | {"parts": stages(dataset=0.2, Crop=0.7, collate=0.1), "starved_s": None, "sampler_s": 0.0}
 )
@@ -64,12 +65,12 @@ def run(**given: Any) -> Period:
     wall_s = it.own_s + it.waited_s + it.pin_memory_s + it.ranks_s
     starved_s = it.waited_s if it.starved_s is None else it.starved_s
     waited = (it.waited_s, it.waited_s / wall_s, 0, 0, 0, 0.0, it.first_s, starved_s)
-    shares = (it.busy_s, it.busy_share, it.no_work, it.window_full, it.on_core, it.cores, 0)
+    shares = (it.busy_s, it.busy_share, it.busiest, it.no_work, it.window_full)
     return Period(
         *("run", it.epochs, True),
         Waiting(*waited, it.pin_memory_s, *it.device_s, it.ranks_s, it.sampler_s),
         Throughput(wall_s, it.batches, 8 * it.batches, 1000, 0, 0, 0, *it.step_s, 1.0),
-        Workers(it.workers, it.workers, it.workers, *shares),
+        Workers(it.workers, it.workers, it.workers, *shares, it.on_core, it.cores, 0),
         WindowFigures(0.1, 2.0, 2 * it.workers, 1000, it.budget_bytes, it.held),
         Stragglers(it.phase, 0, 0.75, 0, 0, 0, 0, 0),
         Errors(0, 0, 0, 0, 0, 0),
@@ -339,6 +340,17 @@ def test_workers_that_idle() -> None:
         elif slow:
             expected = ("order", {"order": "batch"})
         assert (found.bottleneck, found.changes) == expected
+
+
+def test_one_reader_that_all_wait_for() -> None:
+    found = verdict({"is_stream": True}, **IDLE, phase="following", busiest=0.9)
+    assert (found.bottleneck, found.changes, found.stage) == ("source", None, "dataset")
+    assert found.speedup == pytest.approx(0.9 / 0.5)
+    assert "order='batch'" in found.advice
+    mixing = verdict({"is_stream": True, "in_order": False}, **IDLE, busiest=0.9)
+    assert "order=" not in mixing.advice
+    assert verdict({}, **LATE, busiest=0.9).bottleneck == "order"
+    assert verdict({"is_stream": True}, **LATE).bottleneck == "order"
 
 
 CHEAP = {"busy_s": 2.0, "busy_share": 0.1}
