@@ -219,7 +219,7 @@ def test_close_ends_the_workers_of_a_wrapped_iterator(wrap: Callable[[Any], Any]
 
 def test_a_loader_that_another_thread_closes_within_iter() -> None:
     class Closed(DataLoader[Any]):
-        closes = 2
+        closes = 1
 
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)

@@ -50,6 +50,9 @@ class BatchSource(Protocol):
     def pinned(self, duration_ns: int) -> None:
         """Record how long it took to pin it."""
 
+    def workers_ended(self, duration_ns: int) -> None:
+        """Record how long their end took, which the training loop has waited for after an epoch."""
+
     def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
 
@@ -68,6 +71,9 @@ class Layer(BatchSource):
 
     def pinned(self, duration_ns: int) -> None:
         self.source.pinned(duration_ns)
+
+    def workers_ended(self, duration_ns: int) -> None:
+        self.source.workers_ended(duration_ns)
 
     def pin_slots(self, locker: MemoryPinner) -> None:
         self.source.pin_slots(locker)
@@ -312,8 +318,11 @@ class BatchIterator(TorchIterator):
             given = source.next()
         except StopIteration:
             if not self._persistent_workers:
+                began_ns = now_ns()
                 self._ending, self._source = source, None
                 self._end()
+                if self._num_workers > 0:
+                    source.workers_ended(now_ns() - began_ns)
             raise
         if self._pin_memory and given.error is None and not given.is_pinned:
             self._pinned(source, given)

@@ -477,6 +477,9 @@ class Engine(BatchSource):
     def pinned(self, duration_ns: int) -> None:
         self.observers.pinned(duration_ns)
 
+    def workers_ended(self, duration_ns: int) -> None:
+        self.observers.workers_ended(duration_ns)
+
     def pin_slots(self, locker: MemoryPinner) -> None:
         self.arena.pin_slots(locker)
 

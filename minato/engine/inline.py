@@ -818,6 +818,9 @@ class InlineEngine(BatchSource):
     def pinned(self, duration_ns: int) -> None:
         self.observers.pinned(duration_ns)
 
+    def workers_ended(self, duration_ns: int) -> None:
+        """Do nothing: there are none."""
+
     def pin_slots(self, locker: MemoryPinner) -> None:
         self.arena.pin_slots(locker)
 

@@ -89,6 +89,7 @@ class EpochRecord:
     epoch: int
     calls: Calls = field(default_factory=lambda: Calls(now_ns()))
     start_ns: int = 0  # time in ``iter()``
+    end_ns: int = 0  # time after the epoch in which its workers ended
     first_ns: int = 0  # time in ``next()`` for the first batch
     failed_ns: int = 0  # time inside the calls of ``next()`` that raised
     pinned_ns: int = 0  # time to copy batches to pinned memory
@@ -122,9 +123,10 @@ class EpochRecord:
 
     @property
     def waited_ns(self) -> int:
-        """Time inside ``iter()`` and ``next()``."""
+        """Time inside ``iter()`` and ``next()``, with the end of workers."""
         own_ns = self.own_waited_ns
-        return self.start_ns + (self.waits.total + self.failed_ns if own_ns is None else own_ns)
+        in_next_ns = self.waits.total + self.failed_ns if own_ns is None else own_ns
+        return self.start_ns + in_next_ns + self.end_ns
 
     @property
     def counts(self) -> Counts:
@@ -145,6 +147,7 @@ class EpochRecord:
             wall_ns=calls.wall_ns,
             waited_ns=self.waited_ns,
             start_ns=self.start_ns,
+            end_ns=self.end_ns,
             first_ns=self.first_ns,
             failed_ns=self.failed_ns,
             pinned_ns=self.pinned_ns,
@@ -274,6 +277,10 @@ class RunningEpoch(Observer):
         if not self.is_over:
             self._comes_later()
             self.record.ranks_ns += duration_ns
+
+    def workers_ended(self, duration_ns: int) -> None:
+        self.record.end_ns += duration_ns
+        self.calls.wall_ns += duration_ns
 
     def own_rank_waited(self, duration_ns: int) -> None:
         self.record.own_waited_ns = (self.record.own_waited_ns or 0) + duration_ns

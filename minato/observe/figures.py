@@ -28,6 +28,9 @@ class Waiting:
     start_s: float = _figure(
         "s", "in iter(), for each epoch; long: workers start slowly, see persistent_workers"
     )
+    end_s: float = _figure(
+        "s", "after each epoch, for the end of workers that do not persist: see persistent_workers"
+    )
     first_batch_s: float = _figure(
         "s", "until each epoch's first batch; long: slow imports in workers, or expensive samples"
     )

@@ -183,6 +183,9 @@ class Observer:
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
 
+    def workers_ended(self, duration_ns: int) -> None:
+        """The epoch is over, and the training loop has waited for the end of its workers."""
+
     def end(self, source: MetricsSource) -> None:
         """The engine ends that has this source, and with it its epoch."""
 
@@ -260,6 +263,9 @@ class Observers(Observer):
 
     def waited_for_ranks(self, duration_ns: int) -> None:
         self._call("waited_for_ranks", duration_ns)
+
+    def workers_ended(self, duration_ns: int) -> None:
+        self._call("workers_ended", duration_ns)
 
     def own_rank_waited(self, duration_ns: int) -> None:
         self._call("own_rank_waited", duration_ns)

@@ -199,6 +199,7 @@ def _waiting(metrics: Metrics) -> figures.Waiting:
         p99_s=waits.percentile(0.99) / 1e9,
         max_s=waits.max / 1e9,
         start_s=_ratio(counts["start_ns"] / 1e9, counts["epochs"]),
+        end_s=_ratio(counts["end_ns"] / 1e9, counts["epochs"]),
         first_batch_s=_ratio(counts["first_ns"] / 1e9, counts["epochs"]),
         starved_s=counts["slept_ns"] / 1e9,
         pin_memory_s=counts["pinned_ns"] / 1e9,

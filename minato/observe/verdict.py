@@ -84,7 +84,7 @@ class _Costs:
 
 def _costs_of(setup: Setup, run: Period) -> _Costs:
     waiting, batches = run.waiting, run.throughput.batches
-    started_s = waiting.start_s * run.epochs
+    started_s = (waiting.start_s + waiting.end_s) * run.epochs
     awake_s = waiting.total_s - waiting.starved_s - started_s
     transfer_s = max(awake_s - waiting.sampler_s, 0.0)
     if setup.num_workers == 0:
@@ -122,10 +122,12 @@ def judge(setup: Setup, run: Period) -> Verdict:
     costs = _costs_of(setup, run)
     lost_s = waiting.total_s + waiting.pin_memory_s
     wall_s = run.throughput.wall_s
-    first_s = 0.0 if in_main_process else (waiting.start_s + waiting.first_batch_s) * run.epochs
+    begin_s = 0.0 if in_main_process else waiting.start_s + waiting.first_batch_s
+    first_s = (begin_s + waiting.end_s) * run.epochs
     steady_s = max(lost_s - first_s, 0.0)
     starts_often = run.epochs > 1 and not setup.persistent_workers
-    started = f"It waits {seconds(first_s / max(run.epochs, 1))} for the first batch of an epoch."
+    ended = f", and {seconds(waiting.end_s)} for the end of its workers" if waiting.end_s else ""
+    started = f"It waits {seconds(begin_s)} for the first batch of an epoch{ended}."
     if lost_s < _ENOUGH * wall_s or (steady_s < _ENOUGH * (wall_s - first_s) and not starts_often):
         evidence: tuple[str, ...] = ()
         if lost_s >= _ENOUGH * wall_s:

@@ -223,6 +223,9 @@ class RankSource:
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: times are measured for all ranks together."""
 
+    def workers_ended(self, duration_ns: int) -> None:
+        """Do nothing, as they end with the pool."""
+
     def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing: torch pins the copies that a rank's consumers make; a device pins its own."""
 

@@ -367,6 +367,18 @@ def test_before_between_and_in_the_middle() -> None:
     assert (begun.run.workers.count, begun.run.prefetch_window.limit) == (1, 1)
 
 
+@pytest.mark.parametrize("persists", [False, True])
+def test_the_end_of_workers_is_part_of_the_epoch(persists: bool) -> None:
+    loader = DataLoader(Numbers(8), 4, num_workers=1, persistent_workers=persists)
+    for _ in range(2):
+        list(loader)
+    report = loader.report()
+    ends = [each.waiting.end_s for each in report.epochs]
+    assert [end > 0 for end in ends] == [not persists] * 2
+    assert report.run.waiting.end_s == pytest.approx(sum(ends) / 2)
+    assert sum(ends) < report.run.waiting.total_s < report.run.throughput.wall_s
+
+
 def test_time_between_epochs_is_no_idle_time() -> None:
     """Workers that stay are idle while the program validates its model."""
     metrics = Metrics(Counter(busy_ns=8, idle_ns=100, wall_ns=5))

@@ -52,7 +52,7 @@ FIGURES: dict[str, Any] = (
     {"own_s": 1.0, "waited_s": 9.0, "pin_memory_s": 0.0, "ranks_s": 0.0, "first_s": 0.0}
     | {"device_s": (0.0, 0.0), "step_s": (0.01, 0.01), "epochs": 1, "batches": 100}
     | {"workers": 2, "busy_s": 20.0, "busy_share": 1.0, "no_work": 0.0, "window_full": 0.0}
-    | {"busiest": 0.6}
+    | {"busiest": 0.6, "end_s": 0.0}
     | {"on_core": 0.01, "cores": 0.1, "held": False, "budget_bytes": 4000, "phase": "uniform"}
     | {"parts": stages(dataset=0.2, Crop=0.7, collate=0.1), "starved_s": None, "sampler_s": 0.0}
 )
@@ -64,7 +64,7 @@ def run(**given: Any) -> Period:
     it = SimpleNamespace(**{**FIGURES, **given})
     wall_s = it.own_s + it.waited_s + it.pin_memory_s + it.ranks_s
     starved_s = it.waited_s if it.starved_s is None else it.starved_s
-    waited = (it.waited_s, it.waited_s / wall_s, 0, 0, 0, 0.0, it.first_s, starved_s)
+    waited = (it.waited_s, it.waited_s / wall_s, 0, 0, 0, 0.0, it.end_s, it.first_s, starved_s)
     shares = (it.busy_s, it.busy_share, it.busiest, it.no_work, it.window_full)
     return Period(
         *("run", it.epochs, True),
@@ -398,6 +398,9 @@ def test_the_start() -> None:
     assert (found.bottleneck, found.changes) == ("start", {"persistent_workers": True})
     assert found.speedup == pytest.approx(10 / (10 - 6))
     assert verdict({"persistent_workers": True}, first_s=2.0, epochs=4).bottleneck != "start"
+    ended = verdict(first_s=0.5, end_s=1.5, epochs=4)
+    assert (ended.bottleneck, ended.speedup) == ("start", found.speedup)
+    assert "500 ms for the first batch of an epoch, and 1.5 s for the end" in ended.evidence[0]
 
 
 def test_too_little_was_seen() -> None:
