@@ -82,5 +82,5 @@ def _below(system: AbstractFileSystem, directory: str) -> Iterator[str]:
         path = each["name"].rstrip("/")
         if each["type"] == "directory" and path != directory:
             yield from _below(system, path)
-        else:
+        elif each["type"] == "file" or not system.isdir(path):  # else a link, maybe to one above it
             yield each["name"]

@@ -74,6 +74,8 @@ class HuggingFaceShards(ShardedDataset[Row]):
             stream = datasets.load_dataset(
                 self._path, data_files=files, split="train", streaming=True, **settings
             )
+        except StopIteration:  # it has found no row from which the columns would follow
+            return iter(())
         except Exception as error:  # its text may have the URL
             raise SourceError(f"cannot open {name!r}: {described(error)}") from error
         if state is not None:

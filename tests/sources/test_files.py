@@ -73,6 +73,15 @@ def test_a_directory_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
         len(Files(f"{tmp_path}/none"))
 
 
+def test_links_to_files_are_keys_and_those_to_directories_are_not(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_bytes(b"content")
+    (tmp_path / "folder" / "above").symlink_to(tmp_path)
+    (tmp_path / "b").symlink_to(tmp_path / "folder" / "a")
+    source = Files(str(tmp_path))
+    assert (source.keys, source[0]) == (["b", "folder/a"], b"content")
+
+
 def test_keys_that_only_look_like_it(tmp_path: Path) -> None:
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data" / "a..b").write_bytes(b"content")

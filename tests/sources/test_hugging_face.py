@@ -128,6 +128,14 @@ def test_patterns_are_no_names_of_files(name: str, tmp_path: Path) -> None:
     assert list(HuggingFaceShards("text", [tmp_path / "a.txt"])) == [{"text": "1"}]
 
 
+def test_empty_files_have_no_rows(tmp_path: Path) -> None:
+    for name, text in {"a": '{"row": 1}', "b": "", "c": '{"row": 2}'}.items():
+        (tmp_path / name).write_text(text)
+    shards = HuggingFaceShards("json", [tmp_path / name for name in "abc"])
+    assert [row["row"] for row in shards] == [1, 2]
+    assert list(HuggingFaceShards("json", [tmp_path / "b"])) == []
+
+
 @mostly_slow("first", range(0, 81, 3))
 def test_stops_lose_and_repeat_nothing(first: int) -> None:
     for seed in range(first, first + 3):
