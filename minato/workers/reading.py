@@ -491,8 +491,8 @@ def announcing() -> Iterator[None]:
 
     Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
     """
-    _take_info()
-    try:
+    try:  # also where a signal's handler raises
+        _take_info()
         yield
     finally:
         _leave_info()
@@ -727,6 +727,8 @@ class Host:
         if (present := set_reading(self._around)) is not self._reading:
             set_reading(present)
         self._reading = Reading(self._alone)
+        if self._alone is announcing:
+            _leave_info()
         self._restore()
 
     def _restore(self) -> None:
