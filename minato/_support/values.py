@@ -125,6 +125,13 @@ def items_of(name: str, values: Any) -> list[Any]:
 # ---- texts ----
 
 
+def gives_keys(value: object) -> bool:
+    """Whether a loop over a value gives keys: one over a dictionary does, and one over a TensorDict gives its rows."""
+    if not isinstance(value, Mapping):
+        return False
+    return type(next(iter(value), None)) is type(next(iter(value.keys()), None))
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """Return the text without control characters, which a terminal would interpret; ``lines`` keeps breaks and tabs."""
     return text if text.isprintable() else text.translate(_IN_LINES if lines else _IN_A_LINE)

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate, default_convert
 
 from minato._compat import collate_in_own_memory, collates_texts, converts_by_default
 from minato._support.items import short_name_of
-from minato._support.values import short, text_of, type_name
+from minato._support.values import gives_keys, short, text_of, type_name
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Buffer, Layout, Rows
 from minato.checks import given_whole
@@ -296,7 +296,8 @@ class PadCollate:
 
     def __call__(self, samples: Sequence[object]) -> Any:
         """Return the batch."""
-        if not isinstance(samples, Sequence):
+        is_row = isinstance(samples, torch.Tensor) and samples.ndim < 2
+        if is_row or gives_keys(samples) or not hasattr(samples, "__getitem__"):
             raise TypeError(
                 f"PadCollate takes a list of samples and got a {type_name(samples)}: batch_size=None gives single "
                 "samples, so give a batch_size, or return lists of samples from the dataset"

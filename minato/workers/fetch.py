@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 from minato._compat import make_fetcher
 from minato._support.objects import takes_lists
-from minato._support.values import type_name
+from minato._support.values import gives_keys, type_name
 from minato.batching.layout import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState
 from minato.sampling.samplers import as_given
@@ -81,7 +81,7 @@ class Fetcher:
 
 def _separate(samples: Any) -> Any:
     """The samples that ``__getitems__`` has returned; TypeError: it is one object for all of them."""
-    if samples is None or isinstance(samples, Mapping):  # whose keys are no samples
+    if samples is None or gives_keys(samples):
         raise TypeError(
             f"__getitems__ returned a {type_name(samples)}, and transforms= and orders that mix batches take single "
             "samples: return a list of these; or transform in __getitems__, with order='strict' or 'batch'"

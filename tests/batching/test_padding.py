@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,17 @@ def test_a_single_sample_is_refused(sample: Any) -> None:
         next(iter(loader))
     lists = DataLoader([[sample, sample]], batch_size=None, collate_fn=PadCollate())
     assert_same(next(iter(lists)), PadCollate()([sample, sample]))
+
+
+def test_what_getitems_returns_for_a_batch_is_padded_whatever_holds_it() -> None:
+    rows = [np.ones(2), np.ones(3)]
+    ragged = np.empty(2, object)
+    ragged[:] = rows
+    expected = PadCollate()(rows)
+    for samples in (tuple(rows), deque(rows), ragged):
+        assert_same(PadCollate()(samples), expected)
+    for equal in (np.ones((2, 3)), torch.ones(2, 3)):
+        assert_same(PadCollate()(equal), PadCollate()([*equal]))
 
 
 @pytest.mark.parametrize("samples", [[torch.ones(2, 3), torch.ones(2, 4)], [torch.ones(())] * 2])

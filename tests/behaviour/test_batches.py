@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -134,6 +136,38 @@ def test_keys_of_a_whole_batch_are_no_samples(workers: dict[str, Any]) -> None:
     for each_options in options:
         with pytest.raises(TypeError, match=r"__getitems__ returned a dict, .* return a list"):
             list(DataLoader(Columns(3), 3, collate_fn=identity, **each_options, **workers))
+
+
+class Table(UserDict[str, list[int]]):
+    """Columns whose rows a loop gives, as one over a TensorDict does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(dict, ({"a": value} for value in self["a"]))
+
+    def keys(self) -> Any:
+        return self.data.keys()
+
+    def __len__(self) -> int:
+        return len(self["a"])
+
+
+class Rows(Listed):
+    """Its ``__getitems__`` returns a table of the samples."""
+
+    def __getitems__(self, keys: list[int]) -> Any:
+        table = Table()
+        table["a"] = [*keys]
+        return table
+
+
+@each
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_a_mapping_whose_rows_a_loop_gives_is_a_batch_of_samples(
+    order: str, workers: dict[str, Any]
+) -> None:
+    options = {"order": order, "transforms": [identity], "collate_fn": identity}
+    found = [*DataLoader(Rows(4), 2, **options, **workers)]
+    assert sorted(sample["a"] for batch in found for sample in batch) == [0, 1, 2, 3]
 
 
 @each
