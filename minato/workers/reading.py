@@ -12,8 +12,9 @@ import logging
 import pickle
 import random
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -67,6 +68,7 @@ _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
 _TELL_NS = 10_000_000_000  # time between two messages of a reader that skips
 _LONGEST_S = 300.0
 """How long a thread waits for another one that has worker info; the first items of many readers may take minutes."""
+_LOOK_S = 0.005  # time until it looks again whether threads that announce none have begun
 _UNBOUNDED = 1 << 60
 _COPY_TRIES = 20
 """Copies that another thread may spoil: what a dataset shares with its copies can change meanwhile."""
@@ -462,22 +464,33 @@ class Reader:
 
 
 _ANNOUNCED = threading.RLock()
+_alone: dict[object, int] = {}
+"""The threads in which hosts want no thread's worker info announced; several may at a time."""
 
 
 def _renew_lock() -> None:
     global _ANNOUNCED
     _ANNOUNCED = threading.RLock()
+    _alone.clear()
 
 
 forget_in_children(_renew_lock)
 
 
-def _take_info() -> None:
-    if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
-        raise RuntimeError(
-            f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
-            "get_worker_info() answers one thread at a time: use worker processes"
-        )
+def _take_info(shares: bool = False) -> None:
+    """Wait until no other thread has worker info; nor wants it announced by none, unless this one ``shares`` that."""
+    end_ns, thread = now_ns() + int(_LONGEST_S * 1e9), threading.get_ident()
+    while _ANNOUNCED.acquire(timeout=max(end_ns - now_ns(), 0) / 1e9):
+        if shares or {thread}.issuperset(list(_alone.values())):
+            return
+        _ANNOUNCED.release()  # others that share it may be what that thread waits for
+        if now_ns() >= end_ns:
+            break
+        time.sleep(_LOOK_S)
+    raise RuntimeError(
+        f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
+        "get_worker_info() answers one thread at a time: use worker processes"
+    )
 
 
 def _leave_info() -> None:
@@ -499,12 +512,37 @@ def announcing() -> Iterator[None]:
 
 
 @contextmanager
+def unannounced(host: object) -> Iterator[None]:
+    """Have no other thread announce worker info; raises RuntimeError as ``announcing``."""
+    if host in _alone:
+        yield
+        return
+    try:
+        _be_alone([host])
+        yield
+    finally:
+        _alone.pop(host, None)
+
+
+def _be_alone(hosts: Iterable[object]) -> None:
+    _take_info(shares=True)
+    try:
+        _alone.update(dict.fromkeys(hosts, threading.get_ident()))
+    finally:
+        _leave_info()
+
+
+@contextmanager
 def lending_info() -> Iterator[None]:
     """Leave worker info to other threads, as this one waits for them, maybe within a reader."""
-    if not is_owned(_ANNOUNCED):
+    thread = threading.get_ident()
+    alone = [host for host, owner in list(_alone.items()) if owner == thread]
+    if not (alone or is_owned(_ANNOUNCED)):
         yield
         return
     info, count = get_worker_info(), 0
+    for host in alone:
+        _alone.pop(host, None)
     while is_owned(_ANNOUNCED):
         _ANNOUNCED.release()
         count += 1
@@ -513,6 +551,8 @@ def lending_info() -> Iterator[None]:
     finally:
         for _ in range(count):
             _take_info()
+        if alone:
+            _be_alone(alone)
         be_worker(info)
 
 
@@ -626,7 +666,9 @@ class Host:
         self._kept: int | None = None  # whose generators are kept, and not saved
         # Of its dataset, and of other datasets in this thread while it reads.
         # The program has worker info of none: a thread of another loader may announce its own meanwhile.
-        self._alone = nullcontext if readers.announces or self._is_thread else announcing
+        self._token = object()
+        is_program = not (readers.announces or self._is_thread)
+        self._alone = functools.partial(unannounced, self._token) if is_program else nullcontext
         self._reading = self._around = Reading(self._alone)
         self.catches: Kinds = (Exception,)
 
@@ -727,8 +769,7 @@ class Host:
         if (present := set_reading(self._around)) is not self._reading:
             set_reading(present)
         self._reading = Reading(self._alone)
-        if self._alone is announcing:
-            _leave_info()
+        _alone.pop(self._token, None)
         self._restore()
 
     def _restore(self) -> None:

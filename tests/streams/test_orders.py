@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -410,6 +411,21 @@ class Nested(IterableDataset[int]):
         number, count = (0, 1) if info is None else (info.id, info.num_workers)
         inner = DataLoader(Lingering(12), None, readers=3, num_workers=2, workers="thread")
         return itertools.islice(inner, number, None, count)
+
+
+class FromThread(IterableDataset[int]):
+    """Its ``__iter__`` waits for a thread that iterates a loader."""
+
+    def __iter__(self) -> Iterator[int]:
+        with ThreadPoolExecutor(1) as pool:
+            return iter(pool.submit(list, DataLoader(Parts(12), None)).result())
+
+
+def test_loaders_without_workers_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("minato.workers.reading._LONGEST_S", 1.0)
+    assert sorted(numbers(DataLoader(FromThread(), 2))) == list(range(12))
 
 
 @pytest.mark.parametrize(
