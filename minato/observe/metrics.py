@@ -203,12 +203,17 @@ class ServedMetrics:
 
     def __init__(self, metrics: LabelledMetrics, address: tuple[str, int]) -> None:
         self._metrics, self._pid = metrics, os.getpid()
-        reference = weakref.ref(metrics)  # first: a collection in between may close the endpoint
+        reference = weakref.ref(metrics)
         with _making:
-            if address not in _endpoints:
-                _endpoints[address] = _Endpoint(address)
-            endpoint = _endpoints[address]
-            endpoint.loaders.append(reference)
+            endpoint = _endpoints.get(address)
+            if endpoint is not None:
+                endpoint.loaders.append(reference)
+            if (
+                endpoint is None or _endpoints.get(address) is not endpoint
+            ):  # a collection may have closed it
+                endpoint = _Endpoint(address)
+                endpoint.loaders.append(reference)
+                _endpoints[address] = endpoint
         self._url = endpoint.url
         weakref.finalize(metrics, _leave, address)
 

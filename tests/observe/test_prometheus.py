@@ -157,6 +157,38 @@ def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_nothing_listens(url)
 
 
+def test_a_loader_that_is_collected_while_another_one_begins() -> None:
+    """Its finalizer closes the address, at whichever line of the other one."""
+    begins, address = metrics.ServedMetrics.__init__.__code__, ("127.0.0.1", 0)
+
+    def served() -> metrics.ServedMetrics:
+        return metrics.ServedMetrics(Mock(spec=metrics.LabelledMetrics), address)
+
+    for number in itertools.count(1):
+        later = None
+        gc.collect()
+        earlier, lines = [served()], itertools.count(1)
+
+        def trace(frame: types.FrameType, event: str, _: object) -> Any:
+            if frame.f_code is not begins:
+                return None
+            if event == "line" and next(lines) == number:  # noqa: B023
+                earlier.clear()  # noqa: B023
+                gc.collect()
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            later = served()
+        finally:
+            sys.settrace(before)
+        assert later._metrics in metrics._endpoints[address].alive()
+        if earlier:
+            break
+    assert number > 4
+
+
 def test_loaders_that_begin_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(weakref.WeakKeyDictionary[Any, str]):
         def values(self) -> Any:
