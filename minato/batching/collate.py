@@ -294,7 +294,7 @@ class PadCollate:
     multiple_of: int = 1
     masks: Mapping[str, str] = field(default_factory=dict)
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> Any:
         """Return the batch."""
         is_row = isinstance(samples, torch.Tensor) and samples.ndim < 2
         if is_row or gives_keys(samples) or not hasattr(samples, "__getitem__"):
