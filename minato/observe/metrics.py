@@ -208,9 +208,8 @@ class ServedMetrics:
             endpoint = _endpoints.get(address)
             if endpoint is not None:
                 endpoint.loaders.append(reference)
-            if (
-                endpoint is None or _endpoints.get(address) is not endpoint
-            ):  # a collection may have closed it
+            # A collection may have closed it meanwhile.
+            if endpoint is None or _endpoints.get(address) is not endpoint:
                 endpoint = _Endpoint(address)
                 endpoint.loaders.append(reference)
                 _endpoints[address] = endpoint
