@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -240,11 +241,16 @@ def pad_stack(
         shape (number,), int64.
 
     Raises:
-        ValueError: They differ in another dimension, or hold integers among which the padding value is not; or
-            ``multiple_of`` is below 1.
+        ValueError: There are none, they differ in another dimension, or hold integers among which the padding value is
+            not; or ``multiple_of`` is below 1.
+        TypeError: The padding value is no number.
     """
     given_whole("multiple_of", multiple_of, 1)
+    if not isinstance(value, (Number, np.bool_)):
+        raise TypeError(f"the padding value {value!r} is a {type_name(value)}: give a number")
     tensors = [torch.as_tensor(each) for each in arrays]
+    if not tensors:
+        raise ValueError("there are no arrays to stack: give at least one")
     shapes = {tuple(each.shape[1:]) for each in tensors}
     if len(shapes) != 1 or any(each.ndim == 0 for each in tensors):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
@@ -14,7 +14,7 @@ from minato._support.counters import Counters
 from minato._support.items import has_ended, resumed_states, set_skipping, to_read_again
 from minato._support.threads import pause
 from minato._support.values import message_of, text_of, type_name
-from minato.checks import check_choice, check_whole
+from minato.checks import check_choice, check_whole, given_number
 from minato.errors import add_note, causes, is_lost_connection, refuse, warn
 from minato.options import Retry
 
@@ -467,10 +467,10 @@ def _counted(names: Sequence[str], what: str) -> str:
 
 def _sizes_of(dataset: ShardedDataset[T]) -> dict[str, float]:
     """The names of all shards and their sizes, 1 if they are not known."""
-    given = dataset.shards()
-    names = [given] if isinstance(given, str) else [*given]
+    given: Any = dataset.shards()
+    names = [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for name in names:
-        if not isinstance(name, str) or isinstance(given, str):
+        if not isinstance(name, str) or name is given:
             raise TypeError(
                 f"shards() of {type_name(dataset)} returned {text_of(given)}: return a list of names, which are "
                 "strings, or a dict from names to sizes"
@@ -483,6 +483,10 @@ def _sizes_of(dataset: ShardedDataset[T]) -> dict[str, float]:
         raise ValueError(
             f"the shard {twice!r} comes twice in shards() of {type_name(dataset)}: give each a name of its own"
         )
+    for name, size in sizes.items():
+        if given_number(f"the size of {name!r} in shards()", size) >= 0:
+            continue
+        raise ValueError(f"the size of {name!r} in shards() is {size!r}: give 0 or more")
     return sizes
 
 

@@ -525,8 +525,8 @@ def unannounced(host: object) -> Iterator[None]:
 
 
 def _be_alone(hosts: Iterable[object]) -> None:
-    _take_info(shares=True)
-    try:
+    try:  # also where a signal's handler raises
+        _take_info(shares=True)
         _alone.update(dict.fromkeys(hosts, threading.get_ident()))
     finally:
         _leave_info()

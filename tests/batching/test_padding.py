@@ -34,6 +34,13 @@ def test_gradients_reach_what_was_padded() -> None:
     assert [each.grad.tolist() for each in samples if each.grad is not None] == [[1] * 2, [1] * 3]
 
 
+def test_what_cannot_be_padded_is_named() -> None:
+    with pytest.raises(TypeError, match="the padding value 'a' is a str: give a number"):
+        pad_stack([torch.ones(2)], "a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there are no arrays to stack: give at least one"):
+        pad_stack([])
+
+
 @pytest.mark.parametrize("multiple_of", [0, -4])
 def test_a_multiple_below_one_is_refused(multiple_of: int) -> None:
     with pytest.raises(ValueError, match=f"multiple_of={multiple_of} is too small"):

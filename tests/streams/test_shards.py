@@ -185,6 +185,14 @@ def test_sizes_are_dealt_evenly_and_every_nth_without() -> None:
         (["a", "b", "a"], ValueError, "the shard 'a' comes twice"),
         ([1], TypeError, r"returned \[1\]: return a list of names"),
         ("abc", TypeError, "returned 'abc': return a list of names"),
+        (None, TypeError, "returned None: return a list of names"),
+        (
+            {"a": 1, "b": "5"},
+            TypeError,
+            "the size of 'b' in shards\\(\\)='5' is a str: give a number",
+        ),
+        ({"a": -1}, ValueError, "the size of 'a' in shards\\(\\) is -1: give 0 or more"),
+        ({"a": float("nan")}, ValueError, "is nan: give 0 or more"),
     ],
 )
 def test_names_that_are_none(given: Any, error: type[Exception], text: str) -> None:
