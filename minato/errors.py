@@ -17,6 +17,34 @@ from pickle import PicklingError
 from types import FrameType, TracebackType
 from typing import Final, NoReturn, TypeVar
 
+__all__ = [
+    "CLOSED",
+    "SKIP",
+    "UNGUARDED",
+    "CoverageError",
+    "ErrorBudgetError",
+    "MinatoError",
+    "MinatoWarning",
+    "NotPicklableError",
+    "Postponed",
+    "SampleTimeoutError",
+    "WorkerDiedError",
+    "add_note",
+    "causes",
+    "forget_callers",
+    "is_lost_connection",
+    "is_refused",
+    "is_skip",
+    "log",
+    "missing",
+    "not_the_end",
+    "outside",
+    "refuse",
+    "shortened",
+    "unguarded_error",
+    "warn",
+]
+
 UNGUARDED = 250
 """Exit code of a worker whose main module starts workers itself."""
 

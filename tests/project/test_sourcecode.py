@@ -216,7 +216,8 @@ def of_self(node: ast.ClassDef, context: type = ast.expr_context) -> set[str]:
 
 
 PUBLIC = {
-    *("__init__.py", "caching.py", "integrations/lightning.py", "integrations/transformers.py"),
+    *("__init__.py", "caching.py", "errors.py"),
+    *("integrations/lightning.py", "integrations/transformers.py"),
 }
 """Modules of which a page of the manual names parts, beside those of ``sources``."""
 
