@@ -56,10 +56,10 @@ class Reading:
 
     __slots__ = ("announce", "resumed", "skips", "was_asked")
 
-    def __init__(self, announce: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self) -> None:
         self.skips = self.was_asked = False
         self.resumed: Sequence[Any] = ()
-        self.announce = announce
+        self.announce: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class _ThisThread(threading.local):

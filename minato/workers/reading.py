@@ -12,9 +12,8 @@ import logging
 import pickle
 import random
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -68,7 +67,6 @@ _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
 _TELL_NS = 10_000_000_000  # time between two messages of a reader that skips
 _LONGEST_S = 300.0
 """How long a thread waits for another one that has worker info; the first items of many readers may take minutes."""
-_LOOK_S = 0.005  # time until it looks again whether threads that announce none have begun
 _UNBOUNDED = 1 << 60
 _COPY_TRIES = 20
 """Copies that another thread may spoil: what a dataset shares with its copies can change meanwhile."""
@@ -464,33 +462,22 @@ class Reader:
 
 
 _ANNOUNCED = threading.RLock()
-_alone: dict[object, int] = {}
-"""The threads in which hosts want no thread's worker info announced; several may at a time."""
 
 
 def _renew_lock() -> None:
     global _ANNOUNCED
     _ANNOUNCED = threading.RLock()
-    _alone.clear()
 
 
 forget_in_children(_renew_lock)
 
 
-def _take_info(shares: bool = False) -> None:
-    """Wait until no other thread has worker info; nor wants it announced by none, unless this one ``shares`` that."""
-    end_ns, thread = now_ns() + int(_LONGEST_S * 1e9), threading.get_ident()
-    while _ANNOUNCED.acquire(timeout=max(end_ns - now_ns(), 0) / 1e9):
-        if shares or {thread}.issuperset(list(_alone.values())):
-            return
-        _ANNOUNCED.release()  # others that share it may be what that thread waits for
-        if now_ns() >= end_ns:
-            break
-        time.sleep(_LOOK_S)
-    raise RuntimeError(
-        f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
-        "get_worker_info() answers one thread at a time: use worker processes"
-    )
+def _take_info() -> None:
+    if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
+        raise RuntimeError(
+            f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
+            "get_worker_info() answers one thread at a time: use worker processes"
+        )
 
 
 def _leave_info() -> None:
@@ -504,30 +491,9 @@ def announcing() -> Iterator[None]:
 
     Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
     """
-    try:  # also where a signal's handler raises
-        _take_info()
-        yield
-    finally:
-        _leave_info()
-
-
-@contextmanager
-def unannounced(host: object) -> Iterator[None]:
-    """Have no other thread announce worker info; raises RuntimeError as ``announcing``."""
-    if host in _alone:
-        yield
-        return
+    _take_info()
     try:
-        _be_alone([host])
         yield
-    finally:
-        _alone.pop(host, None)
-
-
-def _be_alone(hosts: Iterable[object]) -> None:
-    try:  # also where a signal's handler raises
-        _take_info(shares=True)
-        _alone.update(dict.fromkeys(hosts, threading.get_ident()))
     finally:
         _leave_info()
 
@@ -535,14 +501,10 @@ def _be_alone(hosts: Iterable[object]) -> None:
 @contextmanager
 def lending_info() -> Iterator[None]:
     """Leave worker info to other threads, as this one waits for them, maybe within a reader."""
-    thread = threading.get_ident()
-    alone = [host for host, owner in list(_alone.items()) if owner == thread]
-    if not (alone or is_owned(_ANNOUNCED)):
+    if not is_owned(_ANNOUNCED):
         yield
         return
     info, count = get_worker_info(), 0
-    for host in alone:
-        _alone.pop(host, None)
     while is_owned(_ANNOUNCED):
         _ANNOUNCED.release()
         count += 1
@@ -551,8 +513,6 @@ def lending_info() -> Iterator[None]:
     finally:
         for _ in range(count):
             _take_info()
-        if alone:
-            _be_alone(alone)
         be_worker(info)
 
 
@@ -606,7 +566,7 @@ def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Ho
         finally:
             exchange_binding(binding)
             set_reading(host._around)
-            host._reading.announce = host._alone  # it may refer to the host, which refers to it
+            host._reading.announce = nullcontext  # it may refer to the host, which refers to it
 
     return apart
 
@@ -665,11 +625,7 @@ class Host:
         self._program: _Program | None = None  # while a reader is active in its process
         self._kept: int | None = None  # whose generators are kept, and not saved
         # Of its dataset, and of other datasets in this thread while it reads.
-        # The program has worker info of none: a thread of another loader may announce its own meanwhile.
-        self._token = object()
-        is_program = not (readers.announces or self._is_thread)
-        self._alone = functools.partial(unannounced, self._token) if is_program else nullcontext
-        self._reading = self._around = Reading(self._alone)
+        self._reading = self._around = Reading()
         self.catches: Kinds = (Exception,)
 
     @property
@@ -768,8 +724,7 @@ class Host:
         """Leave nothing of a reader in this process, wherever a call was interrupted."""
         if (present := set_reading(self._around)) is not self._reading:
             set_reading(present)
-        self._reading = Reading(self._alone)
-        _alone.pop(self._token, None)
+        self._reading = Reading()
         self._restore()
 
     def _restore(self) -> None:
@@ -829,8 +784,7 @@ class Host:
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
         reader = self._readers[number]
-        with self._alone():
-            self._begin(reader, slot, epoch, 0)
+        self._begin(reader, slot, epoch, 0)
         if self._ends[number] is not None:  # an earlier run has read everything
             reader.forget_loaded()
 
@@ -846,7 +800,7 @@ class Host:
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
         reader.on_next = on_next
-        set_announce(functools.partial(self._announced, number) if self._is_thread else self._alone)
+        set_announce(functools.partial(self._announced, number) if self._is_thread else nullcontext)
         if keys[-1] - keys[0] == count - 1:
             ordinals: Sequence[int] = range(first, first + count)
         else:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -385,11 +384,10 @@ class Lingering(Parts):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("readers", [3, None])
-def test_loaders_of_one_process_do_not_mix_up_their_readers(readers: int | None) -> None:
+def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
     """torch keeps one record of worker info for all threads."""
     in_threads = DataLoader(Lingering(20), 2, readers=4, num_workers=2, workers="thread")
-    here = DataLoader(Lingering(30), 2, readers=readers)
+    here = DataLoader(Lingering(30), 2, readers=3)
     found = []
 
     def iterate() -> None:
@@ -408,32 +406,15 @@ class Nested(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        assert info is not None
         inner = DataLoader(Lingering(12), None, readers=3, num_workers=2, workers="thread")
-        return itertools.islice(inner, number, None, count)
+        return itertools.islice(inner, info.id, None, info.num_workers)
 
 
-class FromThread(IterableDataset[int]):
-    """Its ``__iter__`` waits for a thread that iterates a loader."""
-
-    def __iter__(self) -> Iterator[int]:
-        with ThreadPoolExecutor(1) as pool:
-            return iter(pool.submit(list, DataLoader(Parts(12), None)).result())
-
-
-def test_loaders_without_workers_do_not_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("minato.workers.reading._LONGEST_S", 1.0)
-    assert sorted(numbers(DataLoader(FromThread(), 2))) == list(range(12))
-
-
-@pytest.mark.parametrize(
-    ("workers", "readers"), [("inline", 2), ("inline", None), ("3-threads", 2)]
-)
+@pytest.mark.parametrize("workers", ["inline", "3-threads"])
 def test_a_reader_lends_worker_info_to_threads_that_it_waits_for(
-    workers: str, readers: int | None, monkeypatch: pytest.MonkeyPatch
+    workers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minato.workers.reading._LONGEST_S", 10.0)
-    loader = DataLoader(Nested(), 2, readers=readers, **WORKERS[workers])
+    loader = DataLoader(Nested(), 2, readers=2, **WORKERS[workers])
     assert sorted(numbers(loader)) == list(range(12))
