@@ -319,6 +319,8 @@ class Stage:
     def shut_down(self) -> bool:
         return True
 
+    end_rest = shut_down
+
 
 def work(worker: Any, steps: int) -> None:
     """Do so many steps, and wait for reads under way in between."""
