@@ -218,16 +218,12 @@ def announce_worker(info: WorkerInfo) -> None:
 
     Torch keeps one record for all threads. So one that another thread has announced is not what comes back then.
     """
-    _announced[id(info)] = info, threading.get_ident(), _own_info()
+    _announced[id(info)] = info, threading.get_ident(), own_worker_info()
     worker._worker_info = info
 
 
-def in_worker() -> bool:
-    """Whether ``get_worker_info()`` describes a worker, and not only what another thread has announced."""
-    return worker._worker_info is not None and _own_info() is not None
-
-
-def _own_info() -> WorkerInfo | None:
+def own_worker_info() -> WorkerInfo | None:
+    """What ``get_worker_info()`` would return if no other thread had announced anything."""
     info: WorkerInfo | None = worker._worker_info
     while (known := _announced.get(id(info))) is not None and known[1] != threading.get_ident():
         info = known[2]
@@ -336,7 +332,7 @@ def _stack_in_own_memory(
 ) -> torch.Tensor:
     first = tensors[0]
     plain = first.device.type == "cpu" and first.layout is torch.strided and not first.is_nested
-    inside = in_worker()
+    inside = own_worker_info() is not None
     if not plain or not (inside or collates_by_default()):
         stack: Callable[..., torch.Tensor] = collate.collate_tensor_fn
         return stack(tensors, collate_fn_map=collate_fn_map)

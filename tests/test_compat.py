@@ -391,11 +391,11 @@ def test_worker_info_that_other_threads_announce_meanwhile_does_not_stay() -> No
         assert get_worker_info() is not None
         second(_compat.withdraw_worker)
         assert get_worker_info() is None
-    assert not _compat.in_worker()
+    assert _compat.own_worker_info() is None
     other(_compat.announce_worker)
-    assert not _compat.in_worker()
+    assert _compat.own_worker_info() is None
     _compat.announce_worker(mine)
-    assert _compat.in_worker()
+    assert _compat.own_worker_info() is mine
     _compat.withdraw_worker(mine)
     other(_compat.withdraw_worker)
     inner = _compat.worker_info(7, 8, 1, None)

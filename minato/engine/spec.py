@@ -23,7 +23,7 @@ class WorkerSpec:
     context: Any
     init_fn: Callable[[int], None] | None
     prefetch_factor: int | None
-    # It was given, and limits the open batches; otherwise the memory budget alone decides
+    # It was given, and limits the open batches; otherwise the memory budget alone decides.
     bounds_prefetch: bool
     persistent: bool
     timeout_s: float  # torch's ``timeout``, 0 for none

@@ -80,10 +80,11 @@ def _tell(text: str) -> None:
 
 def _of_this_process() -> _AtExit:
     global _at_exit
-    if _at_exit.owner != os.getpid():
-        _at_exit = _AtExit(os.getpid())
-        at_end(_at_exit.finish)
-    return _at_exit
+    with _lock:
+        if _at_exit.owner != os.getpid():
+            _at_exit = _AtExit(os.getpid())
+            at_end(_at_exit.finish)
+        return _at_exit
 
 
 def print_at_exit(*, full: bool = False, says_none: bool = True) -> None:
@@ -103,11 +104,6 @@ def write_at_exit(path: str) -> None:
     ``NAME.rank1.json`` and so on, child processes ``NAME.pid1234.json``. A file that cannot be written, or has other
     content, is a warning.
     """
-    with _lock:
-        _write_at_exit(path)
-
-
-def _write_at_exit(path: str) -> None:
     mine = _of_this_process()
     if mine.path is not None or mine.refused:
         return

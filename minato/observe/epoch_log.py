@@ -95,14 +95,14 @@ class EpochRecord:
     pinned_ns: int = 0  # time to copy batches to pinned memory
     ranks_ns: int = 0  # time of waiting for other ranks
     sampling_ns: int = 0  # time in the sampler
-    # Time in which local rank 0 waited for batches, which all ranks request ahead; None: they do not
+    # Time in which local rank 0 waited for batches, which all ranks request ahead; None: they do not.
     own_waited_ns: int | None = None
     coverage: tuple[int, int, int] = (0, 0, 0)
     lateness: Lateness | None = None  # distance of the batches from the sampler's order
-    # Metrics of the engine at the start of the epoch, and as of the last update
+    # Metrics of the engine at the start of the epoch, and as of the last update.
     before: Metrics = field(default_factory=Metrics)
     after: Metrics = field(default_factory=Metrics)
-    # The counts of machine and storage, at these two moments
+    # The counts of machine and storage, at these two moments.
     outside: tuple[_Outside, _Outside] = (({}, {}), ({}, {}))
     use: LoaderUse = field(default_factory=LoaderUse)
     machine: MachineSnapshot = _NO_MACHINE
@@ -185,7 +185,7 @@ class Totals(NamedTuple):
     """Totals over all epochs, and the latest epoch so far."""
 
     # Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``, ``busy_ns``,
-    # ``idle_ns``, ``deaths``, ``retries``, ``skipped``
+    # ``idle_ns``, ``deaths``, ``retries``, ``skipped``.
     counts: Mapping[str, int]
     epoch: int = 0
     running: bool = False

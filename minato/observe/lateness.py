@@ -15,7 +15,7 @@ class ThresholdDecision(NamedTuple):
 
     threshold_ns: int  # service time above which a sample is slow; 0: none is
     percentile: float  # the percentile in force, 0 with a fixed threshold
-    # Share of the latest samples that cost more than the threshold they ran under
+    # Share of the latest samples that cost more than the threshold they ran under.
     slow_share: float
     phase: str  # ``warm-up``, ``uniform`` (costs differ too little), ``following`` or ``fixed``
 

@@ -51,7 +51,7 @@ class Stage(NamedTuple):
     ranks: int
     batch_size: int  # samples of a full batch of one rank
     parts: tuple[Part, ...]  # what each of them, or each pool, completed
-    # Number of these indices, and the sum of their hashes
+    # Number of these indices, and the sum of their hashes.
     delivered: tuple[int, int]
     skipped: tuple[int, int]
     known: int | None = None  # the only rank whose part these count; None: they count all

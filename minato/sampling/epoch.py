@@ -587,7 +587,7 @@ class EpochPosition:
                 facts, epoch, True, draw.idle_state(), plain, readers=between
             ).to_plain()
         done, before = progress.done(), None  # first: it records the last batch
-        while done != before:  # else another thread has gone on with the loop meanwhile
+        while done != before:  # another thread may go on with the loop in between
             plain = None if states is None else states.to_plain()
             readers = None if last.readers is None else last.readers.to_plain()
             before, done = done, progress.done()

@@ -68,7 +68,7 @@ class BatchPart(NamedTuple):
 class Completed(NamedTuple):
     """The part of an epoch that was complete when a state was taken."""
 
-    # Ordinals ``[first, end)`` of the complete samples, ascending, with gaps between them
+    # Ordinals ``[first, end)`` of the complete samples, ascending, with gaps between them.
     ranges: Ranges = ()
     batches: int = 0  # number of delivered batches
     delivered: Tally = NOTHING
@@ -439,20 +439,17 @@ class Progress(_Recorder):
     def done(self) -> Completed:
         """Return the complete part of the epoch, of this run and earlier ones."""
         self.settle()
-        found = self._counted()
-        while (again := self._counted()) != found:  # another thread goes on with the loop
-            found = again
-        prefix, beyond, batches, delivered, skipped = found
+        arrivals = self._arrivals
         ranges: Ranges = ()
         if self.readers is None:
-            numbers = [(0, prefix), *((number, number + 1) for number in beyond)]
+            numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
             ranges = (*merged([*self._before.ranges, *self._before.placed(numbers)]),)
-        return Completed(ranges, self._before.batches + batches, Tally(*delivered), Tally(*skipped))
-
-    def _counted(self) -> tuple[Any, ...]:
-        arrivals = self._arrivals
-        beyond = list(arrivals.beyond)
-        return arrivals.prefix, beyond, self.batches, arrivals.delivered, arrivals.skipped
+        return Completed(
+            ranges,
+            self._before.batches + self.batches,
+            Tally(*arrivals.delivered),
+            Tally(*arrivals.skipped),
+        )
 
 
 class RankProgress(_Recorder):

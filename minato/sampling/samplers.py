@@ -76,7 +76,7 @@ class SamplingSpec:
     seed: int | None  # of shuffling and samples; None: torch's generator draws it
     has_workers: bool  # samples are loaded outside the main process or in other threads
     # The next epoch may be prefetched if its indices are known: the workers stay, and the randomness of a sample does
-    # not depend on earlier samples
+    # not depend on earlier samples.
     predictable: bool
     record_order: str | None
     replay: RecordedOrder | None
@@ -85,7 +85,7 @@ class SamplingSpec:
     readers: int = 0  # number of readers of an iterable dataset, of all ranks; 0: it is map-style
     dealt: tuple[int, int] = (0, 1)  # rank and number of ranks among which they are dealt
     persists_datasets: bool = False
-    # A resumed epoch is read from its beginning, whatever state the dataset has
+    # A resumed epoch is read from its beginning, whatever state the dataset has.
     rereads: bool = False
     by_cost: bool = False  # the costs of samples decide how many of them make a batch
 
@@ -746,7 +746,7 @@ def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[A
 class Source(NamedTuple):
     """Where batches come from."""
 
-    # What the sampler yields for each batch. An interruption loses none of it, unless it ends the items
+    # What the sampler yields for each batch. An interruption loses none of it, unless it ends the items.
     items: Iterator[Any]
     make: Callable[[Any], Any] | None = None  # makes a batch of it; None: it is one
     may_die: bool = True  # whether an interruption ends the items, as it ends a generator

@@ -14,9 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
-from minato._compat import applies_state_later, forget_loaded_state, state_is_inexact
+from minato._compat import (
+    applies_state_later,
+    forget_loaded_state,
+    own_worker_info,
+    state_is_inexact,
+)
 from minato._core import mix_seed, now_ns
 from minato._support.counters import SharedIntegers, shared_integers
 from minato._support.items import (
@@ -52,7 +57,7 @@ def check_stream(what: str, dataset: object) -> None:
 
 def _reader() -> int:
     """Number of the reader that asks, at the start of ``__iter__``."""
-    info = get_worker_info()
+    info = own_worker_info()
     return 0 if info is None else info.id
 
 

@@ -8,8 +8,9 @@ from itertools import chain
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
+from minato._compat import own_worker_info
 from minato._support.counters import Counters
 from minato._support.items import has_ended, resumed_states, set_skipping, to_read_again
 from minato._support.threads import pause
@@ -118,7 +119,7 @@ class ShardedDataset(IterableDataset[T]):
         self.epoch = epoch
 
     def __iter__(self) -> ShardIterator[T]:
-        info = get_worker_info()
+        info = own_worker_info()
         number, count = (0, 1) if info is None else (info.id, info.num_workers)
         return ShardIterator(self, number, count)
 
@@ -484,9 +485,8 @@ def _sizes_of(dataset: ShardedDataset[T]) -> dict[str, float]:
             f"the shard {twice!r} comes twice in shards() of {type_name(dataset)}: give each a name of its own"
         )
     for name, size in sizes.items():
-        if given_number(f"the size of {name!r} in shards()", size) >= 0:
-            continue
-        raise ValueError(f"the size of {name!r} in shards() is {size!r}: give 0 or more")
+        if not given_number(f"the size of {name!r} in shards()", size) >= 0:  # or NaN
+            raise ValueError(f"the size of {name!r} in shards() is {size!r}: give 0 or more")
     return sizes
 
 

@@ -44,7 +44,7 @@ _STARTING_NS = 20_000_000_000
 class Measurement:
     """The measurement of one period; shares are between 0 and 1."""
 
-    # Batches that were ready, of those that may be in flight (the paper's Qsize / Qmax)
+    # Batches that were ready, of those that may be in flight (the paper's Qsize / Qmax).
     ready_share: float
     cpu_share: float  # use of the cores that the loader may use (the paper's Cusage)
     waited_share: float  # part of the period in which the consumer waited for a batch

@@ -14,7 +14,7 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from minato import DataLoader
-from minato._compat import in_worker
+from minato._compat import own_worker_info
 from tests.datasets import (
     Filled,
     Numbers,
@@ -196,8 +196,10 @@ def test_all_batches_of_threads_are_made_alike(order: str, size: int) -> None:
     stream, threads = ImagesOfParts(12), {"num_workers": 2, "workers": "thread", "order": order}
     expected = next(iter(TorchLoader(stream, size))).stride()
     assert {each.stride() for each in DataLoader(stream, size, **threads)} == {expected}
-    inside = DataLoader(stream, size, collate_fn=lambda images: in_worker(), **threads)
-    assert {*inside} == {False}
+    inside = DataLoader(
+        stream, size, collate_fn=lambda images: own_worker_info() is None, **threads
+    )
+    assert {*inside} == {True}
 
 
 @each

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minato import DataLoader
 from minato._support.hashes import index_hash, key_hash
 from minato.errors import CoverageError
 from minato.sampling.progress import Completed, Outgoing, Progress, Tally, remaining_batches
@@ -86,7 +87,7 @@ def test_skipped_keys_shorten_the_last_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefix", "beyond", "delivered_batches", "delivered", "skipped"])
-def test_what_is_done_is_that_of_one_moment(name: str) -> None:
+def test_a_state_is_that_of_one_moment(name: str) -> None:
     class Meanwhile:
         """What has arrived: when a part of it is asked for, another thread gets a batch."""
 
@@ -95,15 +96,15 @@ def test_what_is_done_is_that_of_one_moment(name: str) -> None:
                 arrivals.deliver(meanwhile.pop(0), 0)
             return getattr(arrivals, asked)
 
-    progress = Progress(0)
-    batches, meanwhile = [[0, 1], [2, 3], [4, 5], [6, 7]], [[2, 3], [4, 5]]
-    progress.requested(batches, 0)
-    arrivals = progress._arrivals
-    arrivals.deliver([0, 1], 0)
+    loader, other = DataLoader([*range(8)], 2), DataLoader([*range(8)], 2)
+    next(iter(loader))
+    loader.state_dict()  # the batch is recorded
+    progress: Any = loader._minato_position.last and loader._minato_position.last.progress
+    arrivals, meanwhile = progress._arrivals, [[2, 3], [4, 5]]
     progress._arrivals = Meanwhile()
-    done = progress.done()
-    assert remaining(batches, done, mixes=False) == batches[done.batches :]
-    assert remaining(batches, done, mixes=True) == batches[done.batches :]
+    other.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in other] == [[6, 7]]
+    assert meanwhile == []
 
 
 @pytest.mark.parametrize("mixes", [False, True])
