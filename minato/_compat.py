@@ -55,7 +55,13 @@ except ImportError as error:
     ) from error
 
 
-__all__ = ["EndlessSampler", "ExceptionWithTraceback", "ExceptionWrapper", "TorchIterator"]
+__all__ = [
+    "EndlessSampler",
+    "ExceptionWithTraceback",
+    "ExceptionWrapper",
+    "TorchIterator",
+    "WorkerInfo",
+]
 """Names of others that go on under these; all functions below are public, too."""
 
 
@@ -199,8 +205,12 @@ if not (
 # --- torch's workers ------------------------------------------------------------------------
 
 
-_announced: dict[int, tuple[WorkerInfo, int, WorkerInfo | None]] = {}
-"""By identity: what is announced, the thread that has done so, and what ``get_worker_info()`` returns afterwards."""
+class _OfThread(threading.local):
+    info: WorkerInfo | None = None
+
+
+_of_thread = _OfThread()
+_GET_WORKER_INFO = worker.get_worker_info
 
 
 def worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> WorkerInfo:
@@ -208,34 +218,48 @@ def worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Worke
     return WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
-def be_worker(info: WorkerInfo | None) -> None:
-    """Have ``get_worker_info()`` describe a worker whose process or thread this is; None: it is none."""
+def be_worker(info: WorkerInfo) -> None:
+    """Have ``get_worker_info()`` describe a worker whose process this is."""
     worker._worker_info = info
+    _of_thread.info = None  # of a worker thread that has forked it
 
 
-def announce_worker(info: WorkerInfo) -> None:
-    """Have ``get_worker_info()`` describe a worker, until :func:`withdraw_worker`.
+def in_worker_process() -> bool:
+    """Whether this process is a worker's, of minato's or of torch's."""
+    return worker._worker_info is not None
 
-    Torch keeps one record for all threads. So one that another thread has announced is not what comes back then.
+
+def worker_of_thread() -> WorkerInfo | None:
+    """The worker that this thread is, in a process that may be none."""
+    return _of_thread.info
+
+
+def be_worker_of_thread(info: WorkerInfo | None) -> None:
+    """Have ``get_worker_info()`` describe a worker in this thread alone; None: what it describes in the process.
+
+    Torch keeps one record for all threads. From the first call on, its function asks for that of the thread first. It
+    runs other code, as programs have imported the function itself.
     """
-    _announced[id(info)] = info, threading.get_ident(), own_worker_info()
-    worker._worker_info = info
+    if info is not None and _GET_WORKER_INFO.__code__ is not _get_worker_info.__code__:
+        vars(worker)["_minato_of_thread"] = _of_thread
+        _GET_WORKER_INFO.__code__ = _get_worker_info.__code__
+    _of_thread.info = info
 
 
-def own_worker_info() -> WorkerInfo | None:
-    """What ``get_worker_info()`` would return if no other thread had announced anything."""
-    info: WorkerInfo | None = worker._worker_info
-    while (known := _announced.get(id(info))) is not None and known[1] != threading.get_ident():
-        info = known[2]
-    return info
+@contextmanager
+def as_worker(info: WorkerInfo | None) -> Iterator[None]:
+    """Be a worker in this thread, for torch's ``get_worker_info()``; None: be none, unless the process is one."""
+    before = worker_of_thread()
+    be_worker_of_thread(info)
+    try:
+        yield
+    finally:
+        be_worker_of_thread(before)
 
 
-def withdraw_worker(info: WorkerInfo) -> None:
-    """Have ``get_worker_info()`` answer as before; a second call changes nothing."""
-    known = _announced.get(id(info))
-    if known is not None and worker._worker_info is info:
-        worker._worker_info = known[2]
-    _announced.pop(id(info), None)
+def _get_worker_info() -> WorkerInfo | None:
+    # It runs as torch's function, among the names of its module.
+    return _minato_of_thread.info or _worker_info  # type: ignore[name-defined,no-any-return]  # noqa: F821
 
 
 def forget_dataset() -> None:
@@ -332,11 +356,11 @@ def _stack_in_own_memory(
 ) -> torch.Tensor:
     first = tensors[0]
     plain = first.device.type == "cpu" and first.layout is torch.strided and not first.is_nested
-    inside = own_worker_info() is not None
+    inside = in_worker_process()
     if not plain or not (inside or collates_by_default()):
         stack: Callable[..., torch.Tensor] = collate.collate_tensor_fn
         return stack(tensors, collate_fn_map=collate_fn_map)
-    out = None  # torch's function would ask what another thread may have announced
+    out = None  # torch's function would ask for the worker of this thread
     if inside:
         # Not element_size(): this raises what torch raises, for dtypes of less than a byte.
         nbytes = sum(tensor.numel() for tensor in tensors) * _utils._element_size(first.dtype)
@@ -635,13 +659,13 @@ def _has_all(thing: object, names: Iterable[str]) -> bool:
 
 
 def _worker_info_is_known() -> bool:
-    own = worker_info(3, 4, 5, None)
-    announce_worker(own)
+    before = worker_of_thread()
+    be_worker_of_thread(worker_info(3, 4, 5, None))
     try:
         info = torch.utils.data.get_worker_info()
         return info is not None and (info.id, info.num_workers, info.seed) == (3, 4, 5)
     finally:
-        withdraw_worker(own)
+        be_worker_of_thread(before)
 
 
 def _storages_are_known() -> bool:
@@ -697,7 +721,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch.utils.data.dataloader._InfiniteConstantSampler", _IMPORT_FAILS),
     PrivateName(
-        "torch.utils.data._utils.worker._worker_info, WorkerInfo",
+        "torch.utils.data._utils.worker._worker_info, WorkerInfo, get_worker_info's __code__",
         _IMPORT_FAILS,
         _worker_info_is_known,
     ),

@@ -24,6 +24,7 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
     default_convert,
+    get_worker_info,
 )
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
@@ -37,7 +38,6 @@ from minato._compat import (
     is_batched,
     is_constructed,
     is_iterable,
-    own_worker_info,
     parts_stay,
     replaced_parts,
 )
@@ -332,7 +332,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             from minato.observe.trace import Trace
 
             recorder = Trace(str(options.observe.trace), options.name)
-        elif environment("MINATO_TRACE") and own_worker_info() is None:
+        elif environment("MINATO_TRACE") and get_worker_info() is None:
             from minato.observe.trace import trace_of_environment
 
             recorder = trace_of_environment(options.name)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import re
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch.autograd import profiler
 from torch.utils.data import dataloader, default_collate, get_worker_info
-from torch.utils.data._utils import collate
+from torch.utils.data._utils import collate, worker
 
 from minato import _compat
 from minato._support import counters, pickling
@@ -236,11 +235,8 @@ def test_shared_integers_that_torch_cannot_map(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def in_a_worker() -> Iterator[None]:
-    info = _compat.worker_info(0, 1, 1, None)
-    _compat.announce_worker(info)
-    yield
-    _compat.withdraw_worker(info)
+def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_worker_info", _compat.worker_info(0, 1, 1, None))
 
 
 @pytest.mark.usefixtures("in_a_worker")
@@ -375,38 +371,31 @@ def test_memory_is_left_alone_if_asked_for() -> None:
     assert expected[:3] == expected[3:]
 
 
-def test_worker_info_that_other_threads_announce_meanwhile_does_not_stay() -> None:
-    mine, theirs = _compat.worker_info(0, 2, 1, None), _compat.worker_info(1, 2, 1, None)
+def test_worker_info_is_that_of_the_thread_or_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outer, inner, of_process = (_compat.worker_info(i, 3, i, None) for i in range(3))
+    elsewhere: list[Any] = []
 
-    def other(do: Callable[[Any], None]) -> None:
-        thread = threading.Thread(target=do, args=(theirs,))
+    def note_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: elsewhere.append(get_worker_info()))
         thread.start()
         thread.join()
 
-    # What one has found when it began is another's, which has ended since.
-    for first, second in itertools.permutations([lambda do: do(mine), other]):
-        first(_compat.announce_worker)
-        second(_compat.announce_worker)
-        first(_compat.withdraw_worker)
-        assert get_worker_info() is not None
-        second(_compat.withdraw_worker)
-        assert get_worker_info() is None
-    assert _compat.own_worker_info() is None
-    other(_compat.announce_worker)
-    assert _compat.own_worker_info() is None
-    _compat.announce_worker(mine)
-    assert _compat.own_worker_info() is mine
-    _compat.withdraw_worker(mine)
-    other(_compat.withdraw_worker)
-    inner = _compat.worker_info(7, 8, 1, None)
-    for disturbed in (True, False):  # the other thread finds the inner one of two
-        _compat.announce_worker(mine)
-        _compat.announce_worker(inner)
-        if disturbed:
-            other(_compat.announce_worker)
-        _compat.withdraw_worker(inner)
-        assert disturbed or get_worker_info() is mine
-        _compat.withdraw_worker(mine)
-        if disturbed:
-            other(_compat.withdraw_worker)
-        assert get_worker_info() is None
+    with _compat.as_worker(outer):
+        assert get_worker_info() is torch.utils.data.get_worker_info() is outer
+        with pytest.raises(KeyError), _compat.as_worker(inner):
+            assert get_worker_info() is inner
+            raise KeyError
+        note_elsewhere()
+        assert get_worker_info() is outer
+        monkeypatch.setattr(worker, "_worker_info", of_process)
+        with _compat.as_worker(None):
+            assert get_worker_info() is of_process
+        note_elsewhere()
+        assert get_worker_info() is outer
+        _compat.be_worker(inner)  # as in a process that this thread has forked
+        assert get_worker_info() is inner
+    monkeypatch.undo()
+    assert get_worker_info() is None
+    assert elsewhere == [None, of_process]

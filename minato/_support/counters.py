@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
-from minato._compat import own_worker_info, shared_file_storage
+from minato._compat import shared_file_storage
 from minato._core.limits import explaining_limits
 from minato._core.segment import anonymous_file
 from minato._fork_safety import renew_in_children
@@ -113,7 +114,7 @@ class Counters:
 
     def add(self, **by: int) -> None:
         """Increment counters by name."""
-        worker = own_worker_info()
+        worker = get_worker_info()
         # The number of a reader may be larger, where many ranks share the readers of a stream.
         row_number = 0 if worker is None else (1 + worker.id) % (_BLOCKS * _ROWS)
         block, row_number = divmod(row_number, _ROWS)

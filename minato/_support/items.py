@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeVar
@@ -54,12 +54,11 @@ def name_of(index: object) -> str:
 class Reading:
     """What a loader says to the dataset that it reads; a loader within that dataset has its own."""
 
-    __slots__ = ("announce", "resumed", "skips", "was_asked")
+    __slots__ = ("resumed", "skips", "was_asked")
 
     def __init__(self) -> None:
         self.skips = self.was_asked = False
         self.resumed: Sequence[Any] = ()
-        self.announce: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class _ThisThread(threading.local):
@@ -132,16 +131,6 @@ def to_read_again(items: object) -> float:
     if not _again.count or _again.items is items:
         return _again.count
     return math.inf  # of an iterator around it
-
-
-def announced_reader() -> AbstractContextManager[None]:
-    """Have ``get_worker_info()`` describe the reader that is read in this thread, where it does not do so anyway."""
-    return _this_thread.reading.announce()
-
-
-def set_announce(announce: Callable[[], AbstractContextManager[None]]) -> None:
-    """Set what ``announced_reader`` calls in this thread."""
-    _this_thread.reading.announce = announce
 
 
 def has_ended(items: object) -> bool:

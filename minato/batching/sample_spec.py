@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minato._compat import collates_by_default, modes_are_devices, own_worker_info, torch_modes
+from minato._compat import collates_by_default, in_worker_process, modes_are_devices, torch_modes
 from minato._core import SharedWords
 from minato._core.sample_spec import Spec
 from minato._core.segment import Memory
@@ -63,7 +63,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def formats_matter() -> bool:
     """Return whether ``torch.stack`` may give a batch the memory format of samples with channels last."""
-    return own_worker_info() is None  # in workers ``default_collate`` allocates the result
+    return not in_worker_process()  # in workers ``default_collate`` allocates the result
 
 
 def _infer(x: Any, depth: int) -> Spec | None:

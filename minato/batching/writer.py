@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from minato._compat import as_worker
 from minato._core import Packer, WorkerLedger, now_ns
 from minato._core.codes import (
     END_BLOB,
@@ -421,7 +422,8 @@ class BatchWriter:
         try:
             samples = gather()
             lease.enter(FIRST_COLLATED - batch, now_ns())  # some may have run again
-            with self._bound(batch):
+            # ``default_collate`` takes shared memory in workers, which threads do not need.
+            with self._bound(batch), as_worker(None):
                 result = self._collate_fn(samples)
             samples = None
             end_copy(self._owner, None)

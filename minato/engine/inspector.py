@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minato._compat import own_worker_info
+from torch.utils.data import get_worker_info
+
 from minato._fork_safety import signals_deferred, this_process
 from minato._support.objects import figures_of
 from minato._support.values import counted, message_of, seconds, text_of, type_name
@@ -147,7 +148,7 @@ class Inspector:
 
     def open_views(self) -> None:
         """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
-        if own_worker_info() is None and self._history.epoch_log is not None:
+        if get_worker_info() is None and self._history.epoch_log is not None:
             self._open_views(self._history.epoch_log)
         self._history.views_of = self._spec, this_process.pid
 

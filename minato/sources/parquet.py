@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from minato.errors import is_lost_connection, missing
 
@@ -22,7 +22,6 @@ try:
 except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
-from minato._compat import own_worker_info
 from minato._support.counters import Counters, SharedIntegers, shared_integers
 from minato._support.values import message_of
 from minato.checks import check_shard, check_whole, given_whole, refuse_one
@@ -313,7 +312,7 @@ class ParquetStream(IterableDataset[Any]):
 
     def _mine(self, numbers: Sequence[int]) -> Sequence[int]:
         rank, ranks = self._shard
-        worker = own_worker_info()
+        worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         return numbers[rank * workers + number :: ranks * workers]
 

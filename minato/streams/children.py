@@ -14,19 +14,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._compat import (
     applies_state_later,
     forget_loaded_state,
-    own_worker_info,
     state_is_inexact,
 )
 from minato._core import mix_seed, now_ns
 from minato._support.counters import SharedIntegers, shared_integers
 from minato._support.items import (
     ERRORS,
-    announced_reader,
     has_ended,
     reading_again,
     receive,
@@ -57,7 +55,7 @@ def check_stream(what: str, dataset: object) -> None:
 
 def _reader() -> int:
     """Number of the reader that asks, at the start of ``__iter__``."""
-    info = own_worker_info()
+    info = get_worker_info()
     return 0 if info is None else info.id
 
 
@@ -216,7 +214,7 @@ class Child:
         before = resumed_states()
         set_resumed(self._resumed)
         try:
-            with announced_reader(), reading_again(None, self._to_come):
+            with reading_again(None, self._to_come):
                 return iter(self._dataset)
         finally:
             set_resumed(before)
@@ -225,7 +223,7 @@ class Child:
         """Have the first item in ``got``, if any; ``drops``: as in ``receive``; None: what the loader does."""
         try:
             # A generator may ask only now which reader it is, and load a state.
-            with announced_reader(), reading_again(None, self._to_come):
+            with reading_again(None, self._to_come):
                 if drops is None:
                     self.got += islice(self.asked, 1)
                 else:

@@ -8,9 +8,8 @@ from itertools import chain
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from minato._compat import own_worker_info
 from minato._support.counters import Counters
 from minato._support.items import has_ended, resumed_states, set_skipping, to_read_again
 from minato._support.threads import pause
@@ -119,7 +118,7 @@ class ShardedDataset(IterableDataset[T]):
         self.epoch = epoch
 
     def __iter__(self) -> ShardIterator[T]:
-        info = own_worker_info()
+        info = get_worker_info()
         number, count = (0, 1) if info is None else (info.id, info.num_workers)
         return ShardIterator(self, number, count)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import default_collate
 
+from minato._compat import WorkerInfo, worker_info
 from minato._support.objects import attribute, takes_lists
 from minato.batching.collate import Bind, Collate, may_draw
 from minato.observe.tracer import NULL_TRACER, Tracer
@@ -130,6 +131,11 @@ class WorkerPlan(NamedTuple):
             return readers.own[number], readers.number
         further = readers.number - readers.hosts
         return further + number, further + self.most_workers
+
+    def worker_info(self, number: int) -> WorkerInfo:
+        """What a worker knows of itself; with readers, while it reads for none."""
+        own, count = self.identity(number)
+        return worker_info(own, count, self.base_seed + own, self.pipeline.given)
 
     @property
     def offers_items(self) -> bool:

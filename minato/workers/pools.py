@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
-from minato._compat import close_ends_of_parent, forget_child_processes
+from minato._compat import as_worker, close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
 from minato._fork_safety import check_owner, forget_in_children, signals_deferred, starting_worker
 from minato._support.pickling import holding_descriptors, is_unguarded, named_as_worker
@@ -24,7 +24,7 @@ from minato.batching.blobs import ErrorTransport, wrapped
 from minato.errors import CLOSED, unguarded_error, warn
 from minato.observe.tracer import in_profile
 from minato.workers.hosting import ReadingWorker
-from minato.workers.reading import Host, announced, lending_info
+from minato.workers.reading import Host
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, WorkerRecovery
 from minato.workers.worker import Worker
@@ -307,10 +307,6 @@ class ThreadPool(WorkerPool):
         for thread in self.threads:
             start_thread(thread)
 
-    def wait(self, seen: int, timeout_s: float) -> None:
-        with lending_info():
-            super().wait(seen, timeout_s)
-
     def usage(self) -> CpuUsage:
         return thread_usage(
             thread.native_id for thread in self.threads if thread.native_id is not None
@@ -319,20 +315,18 @@ class ThreadPool(WorkerPool):
     def work(self, number: int) -> Callable[[], bool] | None:
         """Work as worker ``number``, in its thread, until there is nothing to do; returns as ``Worker.work``."""
         me = threading.current_thread()
-        if me not in self._workers:
-            self._workers[me] = self.make_worker(number)
-        return self._workers[me].work(_process_lives)
+        # No longer: a thread that sleeps does not refer to the dataset.
+        with as_worker(self.context.plan.worker_info(number)):
+            if me not in self._workers:
+                self._workers[me] = self.make_worker(number)
+            return self._workers[me].work(_process_lives)
 
     def make_worker(self, number: int) -> Worker:
         """Make worker ``number``, in its thread."""
         plan, ledger = self.context.plan, self.state.worker_ledger(number)
         set_is_over(lambda: ledger.stopping)
         host = host_of(plan, number, self.state)
-        if host is not None and host.has_readers:
-            failure = initialise(plan, number, host)
-        else:
-            with announced(*plan.identity(number), plan.base_seed, plan.pipeline.given):
-                failure = initialise(plan, number, host)
+        failure = initialise(plan, number, host)
         errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
         return self.context.worker(ledger, self.state, errors, failure, host=host)
 
@@ -393,10 +387,9 @@ def _end_threads(stop: Callable[[], None], threads: Sequence[threading.Thread], 
         return False  # a child that the user forked has a copy of the pool, but no threads
     stop()
     deadline = time.monotonic() + _GRACE_S
-    with lending_info():
-        for thread in threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
+    for thread in threads:
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
     return not living(*threads)
 
 
@@ -464,8 +457,7 @@ class MainReader:
 def _join(reference: weakref.ref[threading.Thread]) -> None:
     thread = reference()
     if thread is not None and thread.ident is not None and thread is not threading.current_thread():
-        with lending_info():
-            thread.join(_GRACE_S)
+        thread.join(_GRACE_S)
 
 
 def _run_reader(

@@ -19,29 +19,26 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from minato._compat import (
     ExceptionWrapper,
-    announce_worker,
+    WorkerInfo,
     applies_state_later,
+    as_worker,
     be_worker,
+    be_worker_of_thread,
     forget_loaded_state,
-    is_owned,
     numpy_seed,
     state_is_inexact,
-    withdraw_worker,
     worker_info,
+    worker_of_thread,
 )
 from minato._core import now_ns
-from minato._fork_safety import forget_in_children
 from minato._support.items import (
     Reading,
-    announced_reader,
     has_ended,
     item_of,
     reading_again,
-    set_announce,
     set_reading,
     set_resumed,
     set_skipping,
@@ -65,8 +62,6 @@ _STATE_SHARE = 100  # states that nobody asked for take at most this part of a w
 _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
 """One item of this number is taken into a checksum; the first ones, by which readers are compared."""
 _TELL_NS = 10_000_000_000  # time between two messages of a reader that skips
-_LONGEST_S = 300.0
-"""How long a thread waits for another one that has worker info; the first items of many readers may take minutes."""
 _UNBOUNDED = 1 << 60
 _COPY_TRIES = 20
 """Copies that another thread may spoil: what a dataset shares with its copies can change meanwhile."""
@@ -325,7 +320,7 @@ class Reader:
             return
         try:
             # A generator may ask only now which reader it is, and load a state.
-            with announced_reader(), reading_again(None, self._again):
+            with reading_again(None, self._again):
                 got += asked
         finally:
             self._is_new, self._start = False, None
@@ -461,73 +456,6 @@ class Reader:
             self._stateful = None
 
 
-_ANNOUNCED = threading.RLock()
-
-
-def _renew_lock() -> None:
-    global _ANNOUNCED
-    _ANNOUNCED = threading.RLock()
-
-
-forget_in_children(_renew_lock)
-
-
-def _take_info() -> None:
-    if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
-        raise RuntimeError(
-            f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
-            "get_worker_info() answers one thread at a time: use worker processes"
-        )
-
-
-def _leave_info() -> None:
-    if is_owned(_ANNOUNCED):
-        _ANNOUNCED.release()
-
-
-@contextmanager
-def announcing() -> Iterator[None]:
-    """Have worker info to oneself, as no other thread of this process changes it.
-
-    Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
-    """
-    _take_info()
-    try:
-        yield
-    finally:
-        _leave_info()
-
-
-@contextmanager
-def lending_info() -> Iterator[None]:
-    """Leave worker info to other threads, as this one waits for them, maybe within a reader."""
-    if not is_owned(_ANNOUNCED):
-        yield
-        return
-    info, count = get_worker_info(), 0
-    while is_owned(_ANNOUNCED):
-        _ANNOUNCED.release()
-        count += 1
-    try:
-        yield
-    finally:
-        for _ in range(count):
-            _take_info()
-        be_worker(info)
-
-
-@contextmanager
-def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
-    """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
-    with announcing():
-        info = worker_info(number, num_workers, base_seed + number, dataset)
-        announce_worker(info)
-        try:
-            yield
-        finally:
-            withdraw_worker(info)
-
-
 def seed_generators(seed: int, of_numpy: list[int]) -> None:
     """Seed the three global generators as torch does in a worker."""
     random.seed(seed)
@@ -543,12 +471,12 @@ class _Program(NamedTuple):
     """What the program was before a reader became active in its process.
 
     Attributes:
-        worker: What ``get_worker_info()`` returns meanwhile.
+        worker: What its thread was for ``get_worker_info()``.
         generators: States of the global generators; if ``is_left``, these are the reader's now.
     """
 
     reader: int
-    worker: Any
+    worker: WorkerInfo | None
     generators: list[Any]
     is_left: bool
 
@@ -566,7 +494,6 @@ def _apart(method: Callable[Concatenate[Host, P], T]) -> Callable[Concatenate[Ho
         finally:
             exchange_binding(binding)
             set_reading(host._around)
-            host._reading.announce = nullcontext  # it may refer to the host, which refers to it
 
     return apart
 
@@ -670,37 +597,31 @@ class Host:
                 self.be_program()
                 raise
 
-    def _announced(self, number: int) -> AbstractContextManager[None]:
-        """Be a reader in a thread, unless it is."""
-        is_here = self._active == number or not self._readers_plan.announces
-        return nullcontext() if is_here else self._identity(number)
-
     @contextmanager
     def _identity(self, number: int, fresh: bool = False) -> Iterator[None]:
         """Be a reader: worker info, and the global generators, which keep what it draws."""
         readers, reader = self._readers_plan, self._readers[number]
         seed = self._plan.base_seed + number
+        info = worker_info(number, readers.number, seed, reader.dataset)
+        self._active = number
         if self._is_thread:
-            with announced(number, readers.number, self._plan.base_seed, reader.dataset):
-                self._active = number
-                try:
+            try:
+                with as_worker(info):
                     yield
-                finally:
-                    self._active = None
+            finally:
+                self._active = None
             return
         generators = self._generators
         assert generators is not None
-        info = worker_info(number, readers.number, seed, reader.dataset)
-        self._active = number
         if not self._owns_process:
             generators.keep()
-            self._program = _Program(number, info, generators.kept(), is_left=False)
+            around = worker_of_thread()
+            self._program = _Program(number, around, generators.kept(), is_left=False)
         try:
             if self._owns_process:
                 be_worker(info)
             else:
-                _take_info()
-                announce_worker(info)
+                be_worker_of_thread(info)
             if fresh:
                 self._leave()
                 seed_generators(seed, numpy_seed(self._plan.base_seed, number))
@@ -740,8 +661,7 @@ class Host:
             self._leave()
             self._program = program = program._replace(is_left=False)
         generators.load(program.generators)
-        withdraw_worker(program.worker)
-        _leave_info()
+        be_worker_of_thread(program.worker)
         self._active = self._program = None
 
     def _leave(self) -> None:
@@ -755,13 +675,8 @@ class Host:
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
             return nullcontext()
-        if self._is_thread:
-            # torch keeps one record of worker info, which threads can only have one after the other.
-            if self._epochs.get(number) == (slot, epoch):
-                return nullcontext()
-            announces = self._readers_plan.announces
-            return self._identity(number, fresh=True) if announces else announcing()
-        return self._identity(number) if self._swaps else nullcontext()
+        turns = self._swaps or (self._is_thread and self._readers_plan.announces)
+        return self._identity(number) if turns else nullcontext()
 
     @property
     def taken(self) -> list[Any]:
@@ -800,7 +715,6 @@ class Host:
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
         reader.on_next = on_next
-        set_announce(functools.partial(self._announced, number) if self._is_thread else nullcontext)
         if keys[-1] - keys[0] == count - 1:
             ordinals: Sequence[int] = range(first, first + count)
         else:

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from time import thread_time_ns
 from typing import Any
 
+from minato._compat import as_worker, be_worker_of_thread, worker_of_thread
 from minato._core import Histogram, now_ns
 from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
@@ -144,7 +145,7 @@ class ThreadReads(Reads):
 
     def __init__(self, get: Callable[[object], object], limit: int) -> None:
         super().__init__(limit)
-        self._get = get
+        self._get, self._of_worker = get, worker_of_thread()
         self._asked: SimpleQueue[Read | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._reading: dict[threading.Thread, Read] = {}
@@ -173,7 +174,8 @@ class ThreadReads(Reads):
         read.started_ns, cpu_ns = now_ns(), thread_time_ns()
         try:
             randomness = read.bound()
-            read.value = self._get(read.index)
+            with as_worker(self._of_worker):
+                read.value = self._get(read.index)
             read.asked = randomness.asked if randomness else 0
         except BaseException as error:  # the worker's thread decides whether it ends the worker
             read.error = error
@@ -207,7 +209,7 @@ class CoroutineReads(Reads):
 
     def __init__(self, aget: Callable[[object], Awaitable[object]], limit: int) -> None:
         super().__init__(limit)
-        self._aget = aget
+        self._aget, self._of_worker = aget, worker_of_thread()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -234,7 +236,13 @@ class CoroutineReads(Reads):
     def _begin(self, loop: asyncio.AbstractEventLoop, read: Read) -> None:
         task = loop.create_task(self._perform(read))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+        be_worker_of_thread(self._of_worker)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            be_worker_of_thread(None)  # which refers to the dataset
 
     async def _perform(self, read: Read) -> None:
         try:

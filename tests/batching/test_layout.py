@@ -234,7 +234,7 @@ CHANNELS_LAST = [
 @pytest.mark.parametrize("where", ["in line", "process"])
 def test_a_likely_layout_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if where == "process":
-        monkeypatch.setattr(sample_spec, "own_worker_info", object)
+        monkeypatch.setattr(sample_spec, "in_worker_process", lambda: True)
     firsts = [samples[0] for samples in SAMPLES.values()]
     odd = [sample for three in ODD.values() for sample in three]
     samples = [*firsts, *odd, *IMAGES, *CHANNELS_LAST]

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from minato import DataLoader
-from minato._compat import own_worker_info
 from tests.datasets import (
     Filled,
     Numbers,
@@ -197,7 +196,7 @@ def test_all_batches_of_threads_are_made_alike(order: str, size: int) -> None:
     expected = next(iter(TorchLoader(stream, size))).stride()
     assert {each.stride() for each in DataLoader(stream, size, **threads)} == {expected}
     inside = DataLoader(
-        stream, size, collate_fn=lambda images: own_worker_info() is None, **threads
+        stream, size, collate_fn=lambda images: get_worker_info() is None, **threads
     )
     assert {*inside} == {True}
 

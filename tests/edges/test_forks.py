@@ -47,7 +47,7 @@ from minato.observe import at_exit
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
-from minato.workers import reading, supervision
+from minato.workers import supervision
 from tests import datasets
 from tests.datasets import Parts, wait_until
 from tests.pairwise import pairwise
@@ -622,10 +622,6 @@ def of_reports(folder: Path) -> Lock:
     return at_exit._lock, works
 
 
-def of_worker_threads(folder: Path) -> Lock:
-    return reading._ANNOUNCED, lambda: total(rows("thread")) == 400
-
-
 def of_objects(folder: Path) -> Lock:
     pytest.importorskip("obstore")
     from minato.sources import objects
@@ -647,7 +643,6 @@ LOCKS = {
     "observe.at_exit": [of_reports],
     "observe.metrics": [of_metrics],
     "patching": [of_patch],
-    "workers.reading": [of_worker_threads],
 }
 """Locks that a child may need, by module."""
 UNUSED = {

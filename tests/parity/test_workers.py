@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -111,12 +112,34 @@ def test_seeds_of_all_workers() -> None:
     assert len(outcome[1]) == 3
 
 
-def test_thread_workers_are_no_worker_processes() -> None:
-    loader = minato.DataLoader(Mirror(4), None, num_workers=2, workers="thread")
-    for seen in loader:
-        assert seen["info"] is None
-        assert seen["child"] is False
-        assert seen["main thread"] is False
+class MirrorAwaited(Mirror):
+    async def __aget__(self, index: int) -> Any:
+        return surroundings(self)
+
+
+@pytest.mark.parametrize(
+    ("kind", "concurrency"), [(Mirror, 1), (Mirror, 3), (MirrorAwaited, 3)], ids=["one", *"ta"]
+)
+def test_threads_know_which_worker_they_are(kind: Any, concurrency: int) -> None:
+    """But not in ``collate_fn``, where ``default_collate`` would take shared memory."""
+    LOG.clear()
+    dataset = kind(6)
+    options = {"fetch_concurrency": concurrency} if concurrency > 1 else {}
+    functions = {"collate_fn": with_log, "worker_init_fn": log_surroundings}
+    transforms = [lambda seen: (seen, surroundings())]
+    loader = minato.DataLoader(
+        dataset, 2, num_workers=2, workers="thread", transforms=transforms, **functions, **options
+    )
+    for samples, collating, log in loader:
+        assert collating["info"] is None
+        assert {number: seen["info"]["id"] for number, seen in log}.items() <= {0: 0, 1: 1}.items()
+        for seen in itertools.chain.from_iterable(samples):
+            assert seen["info"]["id"] in (0, 1)
+            assert seen["info"]["num_workers"] == 2
+            assert seen["child"] is False
+            assert seen["main thread"] is False
+        assert all(fetched["info"]["its dataset"] for fetched, _ in samples)
+    assert get_worker_info() is None
 
 
 # ---- worker_init_fn -------------------------------------------------------------------------

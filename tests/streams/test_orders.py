@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 from minato import (
     SKIP,
@@ -388,6 +388,7 @@ def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
     """torch keeps one record of worker info for all threads."""
     in_threads = DataLoader(Lingering(20), 2, readers=4, num_workers=2, workers="thread")
     here = DataLoader(Lingering(30), 2, readers=3)
+    without_readers = DataLoader(Lingering(40), 2)
     found = []
 
     def iterate() -> None:
@@ -397,6 +398,7 @@ def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
     other.start()
     while other.is_alive():
         assert sorted(numbers(here)) == list(range(30))
+        assert numbers(without_readers) == list(range(40))
     other.join()
     assert found == [list(range(20))] * 8
 
@@ -412,9 +414,14 @@ class Nested(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("workers", ["inline", "3-threads"])
-def test_a_reader_lends_worker_info_to_threads_that_it_waits_for(
-    workers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("minato.workers.reading._LONGEST_S", 10.0)
+def test_a_reader_waits_for_readers_in_threads(workers: str) -> None:
     loader = DataLoader(Nested(), 2, readers=2, **WORKERS[workers])
     assert sorted(numbers(loader)) == list(range(12))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_reader_knows_its_number_whenever_it_asks(workers: str) -> None:
+    """The parts of a chain begin after the first items."""
+    chain = ChainDataset([Lingering(10), Lingering(7), Lingering(9)])
+    found = numbers(DataLoader(chain, 2, readers=2, **WORKERS[workers]))
+    assert sorted(found) == sorted([*range(10), *range(7), *range(9)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import random
 import threading
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import minato
 from minato import DataLoader, MinatoWarning, ShardedDataset
-from minato._compat import announce_worker, withdraw_worker, worker_info
 from minato._support.items import reading_again, set_resumed
 from minato.options import Retry
 from minato.sources.base import KeyedSource
@@ -26,7 +24,6 @@ from tests.datasets import ORDERS, wait_until
 from tests.selection import mostly_slow, sweep
 from tests.streams.streams import Shards, all_of, in_runs, interrupted, items_of, numbers, resumed
 from tests.streams.test_resume import workers_of
-from tests.threads import run_together
 
 
 class Cursor(datasets.Cursor):
@@ -205,16 +202,6 @@ def test_names_that_are_none(given: Any, error: type[Exception], text: str) -> N
 
     with pytest.raises(error, match=text):
         next(iter(Given({})))
-
-
-def test_a_reader_in_another_thread_takes_no_shard_away() -> None:
-    """torch keeps one record of worker info: what a worker thread announces shows in all threads."""
-    lengths, info = {"1": 3, "2": 4, "3": 5}, worker_info(1, 3, 0, None)
-    run_together(functools.partial(announce_worker, info), limit_s=60)
-    try:
-        assert sorted(numbers(DataLoader(Shards(lengths), 2))) == all_of(lengths)
-    finally:
-        run_together(functools.partial(withdraw_worker, info), limit_s=60)
 
 
 def test_changed_shards_are_refused_with_their_names() -> None:

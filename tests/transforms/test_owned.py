@@ -338,7 +338,8 @@ def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_many_objects_that_stay_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are alike a search looks into some; others that come in their place are looked into."""
-    it = Holder(parts=[Holder(a=[k]) for k in range(200)], log=logging.getLogger(__name__))
+    # Not getLogger(): that knows all loggers of this process, whose number depends on what was imported.
+    it = Holder(parts=[Holder(a=[k]) for k in range(200)], log=logging.Logger("it"))
     it.layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100)))
     owned = OwnedGenerators({"it": it})
     with monkeypatch.context() as patch:

@@ -367,7 +367,9 @@ class Threads(ThreadPool):
     def __init__(self, may_leave: bool = False, make: Callable[..., Any] = Worker) -> None:
         self.leaving, self.make, stage = threading.Event(), make, Stage()
         stage.left = may_leave
-        context = SimpleNamespace(plan=SimpleNamespace(most_workers=2))
+        context = SimpleNamespace(
+            plan=SimpleNamespace(most_workers=2, worker_info=lambda number: None)
+        )
         super().__init__(cast(SharedState, stage), cast(WorkerContext, context), self.leaving.set)
 
     def make_worker(self, number: int) -> Any:
