@@ -561,6 +561,12 @@ class Host:
         return self._active is None and self._thread == threading.get_ident()
 
     @property
+    def _own_generators(self) -> GlobalGenerators | None:
+        """The global generators, if a reader may have them: in a thread, a swap would undo the draws of others."""
+        in_main = self._owns_process or threading.current_thread() is threading.main_thread()
+        return self._generators if in_main else None
+
+    @property
     def has_readers(self) -> bool:
         """Whether it hosts any; a worker without runs transforms only."""
         return len(self._numbers) > 0
@@ -604,15 +610,14 @@ class Host:
         seed = self._plan.base_seed + number
         info = worker_info(number, readers.number, seed, reader.dataset)
         self._active = number
-        if self._is_thread:
+        generators = self._own_generators
+        if generators is None:
             try:
                 with as_worker(info):
                     yield
             finally:
                 self._active = None
             return
-        generators = self._generators
-        assert generators is not None
         if not self._owns_process:
             generators.keep()
             around = worker_of_thread()
@@ -776,7 +781,7 @@ class Host:
             raise
         finally:
             set_resumed(())
-        generators = None if start is None or self._generators is None else start.generators
+        generators = None if start is None or self._own_generators is None else start.generators
         if generators is not None and resumes:
             # After iter(), which may have drawn before the state was taken.
             GlobalGenerators.load_plain(generators)
@@ -827,12 +832,13 @@ class Host:
     def _load_before(self, start: ReaderState | None, follows: bool) -> Any:
         """Load the generators of ``iter()``; returns them, unless they follow from the seed."""
         # ``follows``: they are those at the end of the epoch before.
-        if self._generators is None:
+        generators = self._own_generators
+        if generators is None:
             return None
         if start is not None and start.before is not None:
             GlobalGenerators.load_plain(start.before)
             return start.before
-        return self._generators.to_plain() if follows else None
+        return generators.to_plain() if follows else None
 
     def _kept_state(self, number: int, slot: int, wanted: int) -> ReaderState | None:
         """The state from which a reader goes on whose worker has died; None: there is none."""
@@ -871,15 +877,15 @@ class Host:
         # Who asks within a turn, such as the handler of a signal, cannot be another reader meanwhile.
         if reader.at > ordinal or reader.is_torn or self._active is not None:
             return copy.deepcopy(self._firsts.get(number))
-        if self._generators is None:
+        if self._own_generators is None:
             return reader.state()
         with self._identity(number):
             return self._present(reader)
 
     def _present(self, reader: Reader) -> ReaderState:
         state = reader.state()
-        if self._generators is not None:
-            state.generators = self._generators.to_plain()
+        if (generators := self._own_generators) is not None:
+            state.generators = generators.to_plain()
             state.before = self._before.get(reader.number)  # unless iter() has raised
         return state
 

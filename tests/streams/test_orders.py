@@ -403,6 +403,28 @@ def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
     assert found == [list(range(20))] * 8
 
 
+class Drawn(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return (random.random() for _ in range(5))
+
+
+def test_readers_in_a_thread_leave_the_generators_to_the_program() -> None:
+    """A swap would undo what other threads draw meanwhile."""
+    loader = DataLoader(Drawn(), None, readers=2)
+    for _ in range(2):
+        random.seed(7)
+        expected = [random.random() for _ in range(11)]
+        random.seed(7)
+        found: list[float] = []
+        other = threading.Thread(target=lambda found=found: found.extend(loader))
+        other.start()
+        other.join()
+        assert [*sorted(found), random.random()] == [*sorted(expected[:10]), expected[10]]
+    random.seed(7)
+    assert len(list(loader)) == 10  # in the main thread the readers have their own
+    assert random.random() == expected[0]
+
+
 class Nested(IterableDataset[int]):
     """Each reader takes its part of what threads of another loader read."""
 
