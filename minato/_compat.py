@@ -246,15 +246,20 @@ def be_worker_of_thread(info: WorkerInfo | None) -> None:
     _of_thread.info = info
 
 
-@contextmanager
-def as_worker(info: WorkerInfo | None) -> Iterator[None]:
+class as_worker:  # noqa: N801  # a context manager, without a generator: each batch enters one or two
     """Be a worker in this thread, for torch's ``get_worker_info()``; None: be none, unless the process is one."""
-    before = worker_of_thread()
-    be_worker_of_thread(info)
-    try:
-        yield
-    finally:
-        be_worker_of_thread(before)
+
+    __slots__ = ("_before", "_info")
+
+    def __init__(self, info: WorkerInfo | None) -> None:
+        self._info = info
+
+    def __enter__(self) -> None:
+        self._before = _of_thread.info
+        be_worker_of_thread(self._info)
+
+    def __exit__(self, *_: object) -> None:
+        _of_thread.info = self._before
 
 
 def _get_worker_info() -> WorkerInfo | None:

@@ -547,6 +547,7 @@ class Host:
         self._batches: dict[int, int] = {}
         self._ended: set[int] = set()  # readers whose last state is kept
         self._readers: dict[int, Reader] = {}
+        self._infos: dict[int, WorkerInfo] = {}
         self._thread = threading.get_ident()
         self._active: int | None = None
         self._program: _Program | None = None  # while a reader is active in its process
@@ -579,6 +580,8 @@ class Host:
             copied = original if self._may_use(number) else _copied(original)
             self._readers[number] = reader = Reader(number, copied, readers.batch, readers.skips)
             reader.watches = readers.announces
+            seed = plan.base_seed + number
+            self._infos[number] = worker_info(number, readers.number, seed, copied)
 
     def _may_use(self, number: int) -> bool:
         """Whether a reader may have the dataset itself, of which no other needs a copy."""
@@ -606,9 +609,7 @@ class Host:
     @contextmanager
     def _identity(self, number: int, fresh: bool = False) -> Iterator[None]:
         """Be a reader: worker info, and the global generators, which keep what it draws."""
-        readers, reader = self._readers_plan, self._readers[number]
-        seed = self._plan.base_seed + number
-        info = worker_info(number, readers.number, seed, reader.dataset)
+        info, base_seed = self._infos[number], self._plan.base_seed
         self._active = number
         generators = self._own_generators
         if generators is None:
@@ -629,7 +630,7 @@ class Host:
                 be_worker_of_thread(info)
             if fresh:
                 self._leave()
-                seed_generators(seed, numpy_seed(self._plan.base_seed, number))
+                seed_generators(info.seed, numpy_seed(base_seed, number))
             elif self._kept != number or not generators.are_kept():
                 self._leave()
                 if number in self._saved:
@@ -680,8 +681,9 @@ class Host:
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
             return nullcontext()
-        turns = self._swaps or (self._is_thread and self._readers_plan.announces)
-        return self._identity(number) if turns else nullcontext()
+        if self._is_thread and self._readers_plan.announces:
+            return as_worker(self._infos[number])
+        return self._identity(number) if self._swaps else nullcontext()
 
     @property
     def taken(self) -> list[Any]:
