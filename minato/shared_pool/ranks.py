@@ -71,9 +71,13 @@ class RankSlot:
         self.state = "out"
         self.inbox.clear()
 
-    def end(self, why: str) -> None:
-        """Release all that the rank's process had, which is gone."""
-        self.leave()
+    def end(self, why: str, waits: bool) -> None:
+        """Release all that the rank's process had, which is gone.
+
+        If ``waits``, another process begins in its place the epoch that it has not begun.
+        """
+        if not waits or self.state == "in":
+            self.leave()
         self.gone = self.gone or why
         self.channel = self.entering = None
         for held in (self.arenas, self.given_back, self.leases):
@@ -160,7 +164,7 @@ class Ranks:
         self.epoch = epoch
         self.num_epochs += 1
         for slot, done in zip(self.slots, self.done_before, strict=True):
-            slot.state = "away" if slot.gone is None else "out"
+            slot.state = "away" if slot.gone is None or self._waits else "out"
             slot.wants, slot.dealt = 0, done if epoch.resumed else 0
         self.own.state, self.own.wants = "in", PREFETCH_BATCHES
         for slot in self.slots[1:]:
@@ -257,7 +261,7 @@ class Ranks:
                 return
             unexpected = slot.gone is None
             how = "has ended" if channel.fault is None else f"was given up ({channel.fault})"
-            slot.end(f"{slot.name} {how}")
+            slot.end(f"{slot.name} {how}", self._waits)
             if unexpected and self._raises and not self.closing:
                 self.break_off(
                     f"{slot.gone}, which shares the workers of this loader: the others cannot go on "

@@ -74,7 +74,8 @@ class PoolServer:
         others = self._ranks.slots[1:]
 
         def late() -> list[str]:
-            return [slot.name for slot in others if slot.gone is None and slot.entering is None]
+            away = [slot.name for slot in others if slot.gone is None and slot.entering is None]
+            return away + self._ranks.missing()
 
         self._wait_for(lambda: not late(), late, "has not come to go on in the middle of the epoch")
         with self._ranks.lock:

@@ -79,6 +79,31 @@ def test_another_process_may_take_the_place_of_a_rank(tmp_path: Path) -> None:
         assert job.results() == [([first[:6], *others], 2), (theirs[1:], False)]
 
 
+def test_another_process_begins_the_epoch_that_a_rank_has_not_begun(tmp_path: Path) -> None:
+    """The others have begun it before the rank ended."""
+
+    def program(rank: int, together: Any) -> Any:
+        loader = pooled(Numbers(40), 2, workers=SharedPool("wait"), shuffle=True)
+        if (tmp_path / "ended").exists():
+            loader.set_epoch(1)
+            return [indices(loader) for _ in range(2)]
+        epochs = [indices(loader)]
+        batches = iter(loader) if rank == 0 else None
+        together.wait()
+        if rank == 1:
+            (tmp_path / "ended").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        server = loader._minato_session._server
+        wait_until(lambda: server._ranks.slots[1].gone is not None)
+        return [*epochs, indices(batches), indices(loader)]
+
+    with Job(program) as job:
+        job.processes[1].join(TIMEOUT_S)
+        job.start(1)
+        ours, theirs = dealt(40, 2, 2, 3)
+        assert job.results() == [ours, theirs[1:]]
+
+
 def test_a_host_that_lives_and_does_not_iterate() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = pooled(Numbers(8), 2)

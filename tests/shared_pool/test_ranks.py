@@ -76,5 +76,5 @@ def test_the_memory_of_a_rank_goes_with_its_process() -> None:
     slot = RankSlot(1)
     slot.arenas.add(0)
     slot.given_back.add((0, Slot(4096, 8192)))
-    slot.end("local rank 1 has ended")
+    slot.end("local rank 1 has ended", waits=False)
     assert (slot.arenas, slot.given_back) == (set(), set())
