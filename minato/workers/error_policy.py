@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._support.counters import Counters
 from minato._support.files import OwnDescriptor, anonymous_log, open_lines
-from minato._support.values import message_of, plain, short, text_of, traceback_of, type_name
+from minato._support.values import (
+    counted,
+    message_of,
+    plain,
+    short,
+    text_of,
+    traceback_of,
+    type_name,
+)
 from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, is_refused, warn
 
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these
@@ -374,7 +382,7 @@ class FailureCount:
                     what = f"{last['exception']}: {last['message']}"
                     named = f"; the last is the one with index {last['index']!r}: {what}"
             raise ErrorBudgetError(
-                f"{failed} samples of this epoch failed, more than max_failures={self._budget} allows{named}"
+                f"{counted(failed, 'samples')} of this epoch failed, more than max_failures={self._budget} allows{named}"
                 f"{self._where()}"
             )
 
@@ -387,8 +395,8 @@ class FailureCount:
         if (skipped or substituted) and not self._warned:
             self._warned = True
             warn(
-                f"{skipped} samples of this epoch were skipped and {substituted} substituted, because they could not "
-                f"be loaded{self._where()}"
+                f"{counted(skipped, 'samples')} of this epoch {'was' if skipped == 1 else 'were'} skipped and "
+                f"{substituted} substituted, because loading failed{self._where()}"
             )
 
     def look(self) -> None:

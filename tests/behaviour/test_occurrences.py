@@ -177,7 +177,7 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
     third = [sample for sample in expected if sample[0] == 3][2]
     policy = ErrorPolicy(on_error="skip", retries=2, log=tmp_path / "quarantine")
     loader = make(Torn(third[1]), errors=policy, **workers)
-    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
         assert sorted(samples_of(loader)) == sorted({*expected} - {third})
     record = json.loads((tmp_path / "quarantine").read_text())
     assert (record["index"], record["occurrence"], record["attempts"]) == (3, 2, 3)

@@ -58,7 +58,7 @@ def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
 @each
 def test_stop_iteration_of_a_sample_can_be_skipped(workers: dict[str, Any]) -> None:
     loader = DataLoader(Empty(24), 4, errors="skip", **workers)
-    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
         found, raised = drain(loader)
     assert (len(found), raised) == (23, [])
 
@@ -314,7 +314,7 @@ def test_what_would_end_a_process_is_the_error_of_its_sample(
         if in_process and kind is KeyboardInterrupt:  # nobody can tell it from a Ctrl-C
             is_skipped = on_error == "skip" and options is not collating
             lost = pytest.raises(RuntimeError, match="exited unexpectedly")
-            messages = "after a KeyboardInterrupt|1 samples .* skipped"
+            messages = "after a KeyboardInterrupt|1 sample .* skipped"
             with (
                 pytest.warns(RuntimeWarning, match=messages),
                 nullcontext() if is_skipped else lost,

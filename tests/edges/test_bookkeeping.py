@@ -234,7 +234,7 @@ def test_such_an_index_that_takes_too_long(kind: str) -> None:
     keys = [KEYS[kind](i) for i in range(SIZE)]
     policy = ErrorPolicy("skip", sample_timeout=3.0)  # others may get no time
     loader = DataLoader(Keyed(hang), BATCH, sampler=keys, errors=policy, **forked(2))
-    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(MinatoWarning, match="1 sample of this epoch was skipped"):
         assert drain(loader)[0] == GOOD
 
 
@@ -484,7 +484,7 @@ def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None
         stragglers=StragglerPolicy(history=tmp_path / "costs"),
         **WORKERS[workers],
     )
-    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(MinatoWarning, match="1 sample of this epoch was skipped"):
         epoch = [(batch.tolist(), metrics_of(loader)) for batch in loader]
     assert {text.count("minato_stage_seconds_total{") for _, text in epoch} == {4}
     assert flat(samples for samples, _ in epoch) == GOOD

@@ -161,7 +161,7 @@ def test_a_batch_whose_first_sample_is_skipped_draws_the_same() -> None:
     dataset = Failing(SIZE, dict.fromkeys(range(0, SIZE, 4), ValueError))
 
     def batches(**options: Any) -> list[Any]:
-        with pytest.warns(RuntimeWarning, match="were skipped"):
+        with pytest.warns(RuntimeWarning, match="skipped"):
             return list(loading(dataset, errors=ErrorPolicy(on_error="skip"), **options))
 
     assert batches() == batches(**forked(2))

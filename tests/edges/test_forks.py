@@ -1132,7 +1132,7 @@ def test_a_child_begins_an_epoch_after_one_of_its_parent(kind: str) -> None:
     assert total(loader) == 400
 
 
-@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+@pytest.mark.filterwarnings("ignore:1 sample of this epoch was skipped")
 def test_failures_in_an_epoch_of_a_child_are_none_of_its_parents(tmp_path: Path) -> None:
     dataset = datasets.Failing(8, {3: ValueError})
     loader = DataLoader(dataset, 2, errors=ErrorPolicy("skip", max_failures=1))

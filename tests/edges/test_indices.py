@@ -76,7 +76,7 @@ def test_a_batch_that_is_more_than_a_list_is_not_divided_to_skip_a_sample() -> N
     loader = DataLoader(
         Refuses(8), batch_sampler=batches, collate_fn=list, errors=ErrorPolicy(on_error="skip")
     )
-    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
         first, second, third = outcomes(iter(loader))
     assert first == ("batch", ["Sized 1 0", "Sized 1 1"])
     assert second[:2] == ("raised", ValueError)

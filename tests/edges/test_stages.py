@@ -196,7 +196,7 @@ def test_samples_that_were_skipped_were_not_returned() -> None:
         for workers in WORKERS.values():
             options = {"transforms": [Resize(bad=7)], "errors": "skip", "order": order, **workers}
             loader = DataLoader(Numbers(SIZE), 4, **options)
-            with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+            with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
                 count = sum(len(batch) for batch in loader)
             assert count == SIZE - 1
             assert loader.metrics()["samples_total"] == count

@@ -380,7 +380,7 @@ def test_integers_of_a_sampler(kind: str, workers: dict[str, Any], tmp_path: Pat
     path = tmp_path / "failures.jsonl"
     policy = ErrorPolicy("skip", log=path)
     loader = DataLoader(Asked(12), 4, sampler=sampler, errors=policy, **workers)
-    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
         batches = list(loader)
     name = type(sampler[0]).__name__
     assert flat(batches) == [f"{name} {i}" for i in range(12) if i != 5]

@@ -107,7 +107,7 @@ def test_counters_never_fall_between_two_lines_of_the_loop() -> None:
 def test_failures_are_counted() -> None:
     loader = minato.DataLoader(Failing(8, {5: ValueError}), 2, num_workers=1, errors="skip")
     for epochs in (1, 2):
-        with pytest.warns(minato.MinatoWarning, match="1 samples of this epoch were skipped"):
+        with pytest.warns(minato.MinatoWarning, match="1 sample of this epoch was skipped"):
             list(loader)
         assert loader.metrics()["skipped_samples_total"] == epochs
 

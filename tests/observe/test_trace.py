@@ -225,7 +225,7 @@ def test_samples_that_run_again_to_be_collated_count_once(
 
 def test_what_raised_is_told_with_its_error(traced: Any) -> None:
     policy = ErrorPolicy(on_error="skip", retries=1)
-    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
         events = traced(Failing(SIZE, {3: ValueError}), errors=policy)
     assert samples(events, "sample (failed)") == {(0, 3): 2}
     errors = [event["args"]["error"] for event in events if "error" in event.get("args", {})]

@@ -298,7 +298,7 @@ def test_on_error_decides_here_about_what_failed_there(rig: Rig) -> None:
     rig.treatment.now = lambda failure: minato.SKIP
     rig.treatment.seen.clear()
     try:
-        with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
             assert indices(rig.loader) == [1, 2, 3, 4]
     finally:
         rig.treatment.now = refuse

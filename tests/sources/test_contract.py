@@ -217,7 +217,7 @@ def test_who_cannot_be_reached_is_named_with_the_key(kind: Kind, opened: Opened)
             source[0]
         assert source.retries == 2
         loader = minato.DataLoader(source, errors=noted)
-        with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
             assert list(loader) == []
     finally:
         kind.server.start()

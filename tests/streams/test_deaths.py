@@ -176,7 +176,7 @@ def test_an_item_whose_transform_ends_every_worker_is_skipped(order: str) -> Non
     loader = DataLoader(Split(60), BATCH, num_workers=2, readers=3, **how)
     with warnings.catch_warnings(record=True, action="always") as told:
         assert sorted(numbers(loader)) == sorted({*range(60)} - {37})
-    assert any("1 samples of this epoch were skipped" in str(one.message) for one in told)
+    assert any("1 sample of this epoch was skipped" in str(one.message) for one in told)
 
 
 class DeadlyAgain(Split):

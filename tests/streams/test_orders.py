@@ -221,7 +221,7 @@ def replaced(failure: SampleFailure) -> Any:
 def test_a_function_replaces_what_a_transform_raised(order: str, workers: str) -> None:
     given = transformed(fails={0: 9, 13: 9, 44: 9})
     loader = make(Split(SIZE), order, workers, errors=replaced, **given)
-    got = check_warns(loader, "1 samples of this epoch were skipped and 2 subst", content)
+    got = check_warns(loader, "1 sample of this epoch was skipped and 2 subst", content)
     assert got[:2] == [(-1, 0, 0), (-1, 2, 20)]
     assert [int(item[0]) for item in got[2:]] == sorted({*range(SIZE)} - {0, 13, 44})
 

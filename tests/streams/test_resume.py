@@ -116,7 +116,7 @@ def check_history(seed: int) -> None:
     assert sorted(got) == sorted(expected), said
 
 
-@pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
+@pytest.mark.filterwarnings("ignore:.*of this epoch w.* skipped")
 @mostly_slow("seeds", [range(3), range(3, 25), range(25, 50), range(50, 75)])
 def test_random_stops(seeds: range) -> None:
     for seed in seeds:
@@ -124,7 +124,7 @@ def test_random_stops(seeds: range) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
+@pytest.mark.filterwarnings("ignore:.*of this epoch w.* skipped")
 def test_any_random_stops(stress_s: float) -> None:
     for seed in numbers_for(stress_s, 75):
         check_history(seed)
@@ -409,7 +409,7 @@ class Unreachable(DatasetState):
         return super().__iter__()
 
 
-@pytest.mark.filterwarnings("ignore:1 samples of this epoch", "ignore:1 of 2 readers")
+@pytest.mark.filterwarnings("ignore:1 sample of this epoch", "ignore:1 of 2 readers")
 @pytest.mark.large
 @pytest.mark.parametrize("given", [{}, {"readers": 1}, {"num_workers": 1}])
 def test_epochs_of_hugging_face_after_one_that_was_read_to_its_end_are_whole(given: Any) -> None:

@@ -234,7 +234,7 @@ def test_a_dataset_whose_state_is_before_a_bad_item_ends(workers: dict[str, Any]
     assert "2 samples of this epoch were skipped" in texts
 
 
-@pytest.mark.filterwarnings("ignore:1 samples of this epoch")
+@pytest.mark.filterwarnings("ignore:1 sample of this epoch")
 def test_a_state_that_is_not_trusted_is_not_gone_on_with() -> None:
     readers, stream = Readers(1, resume="read"), Parsing(SIZE, passes=True)
     loader = DataLoader(stream, BATCH, readers=readers, errors="skip")

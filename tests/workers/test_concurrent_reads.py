@@ -277,7 +277,7 @@ class Flaky(Numbers):
 @sweep(
     workers=WORKERS, order=["strict", "arrival"], collate=[None, torch.utils.data.default_collate]
 )
-@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+@pytest.mark.filterwarnings("ignore:1 sample of this epoch was skipped")
 def test_samples_that_raise_are_tried_again_or_left_out(
     workers: dict[str, Any], order: str, collate: Any
 ) -> None:
@@ -458,7 +458,7 @@ def test_of_reads_under_way_only_the_deadly_one_is_skipped(
     kind: Any, options: Any, order: str
 ) -> None:
     loader = of(kind(24), num_workers=1, order=order, errors="skip", **options)
-    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+    with pytest.warns(RuntimeWarning, match="1 sample of this epoch was skipped"):
         assert sorted(flat(loader)) == sorted({*range(24)} - {9})
 
 
