@@ -382,8 +382,8 @@ class FailureCount:
                     what = f"{last['exception']}: {last['message']}"
                     named = f"; the last is the one with index {last['index']!r}: {what}"
             raise ErrorBudgetError(
-                f"{counted(failed, 'samples')} of this epoch failed, more than max_failures={self._budget} allows{named}"
-                f"{self._where()}"
+                f"{counted(failed, 'samples')} of this epoch failed, more than max_failures={self._budget} allows"
+                f"{named}{self._where()}"
             )
 
     def end(self, progress: Progress | None) -> None:
