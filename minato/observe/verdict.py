@@ -366,7 +366,7 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     workers, window = run.workers, run.prefetch_window
     speedup = costs.speedup(max(workers.count, 1))
     if window.held_by_budget:
-        batch_bytes = window.memory_bytes / max(window.in_flight, 1.0)
+        batch_bytes = run.throughput.nbytes / run.throughput.batches
         wanted = math.ceil(max(4 * max(workers.count, 1) * batch_bytes, 2 * window.budget_bytes))
         wanted = math.ceil(wanted / setup.ranks)
         summary = "The bottleneck is the memory for batches that are prefetched."

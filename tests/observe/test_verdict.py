@@ -69,9 +69,9 @@ def run(**given: Any) -> Period:
     return Period(
         *("run", it.epochs, True),
         Waiting(*waited, it.pin_memory_s, *it.device_s, it.ranks_s, it.sampler_s),
-        Throughput(wall_s, it.batches, 8 * it.batches, 1000, 0, 0, 0, *it.step_s, 1.0),
+        Throughput(wall_s, it.batches, 8 * it.batches, 500 * it.batches, 0, 0, 0, *it.step_s, 1.0),
         Workers(it.workers, it.workers, it.workers, *shares, it.on_core, it.cores, 0),
-        WindowFigures(0.1, 2.0, 2 * it.workers, 1000, it.budget_bytes, it.held),
+        WindowFigures(0.1, 2.0, 2 * it.workers, 1500, it.budget_bytes, it.held),  # at most three
         Stragglers(it.phase, 0, 0.75, 0, 0, 0, 0, 0),
         Errors(0, 0, 0, 0, 0, 0),
         Reads(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0),
