@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -20,6 +21,7 @@ from minato._support.values import gives_keys, short, text_of, type_name
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Buffer, Layout, Rows
 from minato.checks import given_whole
+from minato.errors import add_note
 
 Bind = Callable[[int, int, Any, int], AbstractContextManager[None]]
 """Binds randomness to a batch, by seed, epoch, and index and occurrence of its first sample."""
@@ -112,6 +114,7 @@ _SAME_SHAPE = "Give all samples one shape (resize, crop or pad them in a transfo
 _PADDED = (
     "Give all samples one length, or pad each batch to its longest: collate_fn=minato.PadCollate()."
 )
+_PADDED_PARTS = "Return lists and tuples of one length, or tensors, which are padded."
 _PADDED_LISTS = "Return lists of one length, or tensors and collate_fn=minato.PadCollate(), which pads each batch."
 _SAME_KEYS = "Return the same keys for every sample, or pass a collate_fn of your own."
 _A_VALUE = "Return a value from dataset and transforms. To leave a sample out, raise there and pass errors='skip'."
@@ -144,9 +147,14 @@ class _Cause(NamedTuple):
         return "\n".join([head, *values, f"  {self.remedy}"])
 
 
-def _cause(values: list[Any], place: str) -> _Cause | None:
-    """Return the first cause among the values at one place of all samples; None: none is found."""
+def _cause(values: list[Any], place: str, *, pads: bool = False) -> _Cause | None:
+    """Return the first cause among the values at one place of all samples; None: none is found.
+
+    With ``pads``, arrays may differ in their length, and some may be tensors.
+    """
     first, kinds = values[0], [_kind(each) for each in values]
+    if pads:
+        kinds = ["tensor" if kind == "array" else kind for kind in kinds]
     for k, value in enumerate(values):
         if value is None:
             return _Cause(place, k, "None", _A_VALUE)
@@ -156,24 +164,28 @@ def _cause(values: list[Any], place: str) -> _Cause | None:
         if kind != kinds[0]:
             return _Cause(place, k, _shown(value), _SAME_KIND, _shown(first))
     if kinds[0] == "mapping":
-        return _cause_in_mappings(values, place)
+        return _cause_in_mappings(values, place, pads)
     if kinds[0] == "sequence":
         for k, value in enumerate(values):
             if len(value) != len(first):
-                return _Cause(place, k, _shown(value), _PADDED_LISTS, _shown(first))
+                remedy = _PADDED_PARTS if pads else _PADDED_LISTS
+                return _Cause(place, k, _shown(value), remedy, _shown(first))
         parts = ((f"{place}[{i}]", list(each)) for i, each in enumerate(zip(*values, strict=True)))
-        return _first(parts)
-    if kinds[0] in ("tensor", "array"):
+        return _first(parts, pads)
+    if kinds[0] in ("tensor", "array") and not pads:  # else what differs is named in the error
         return _cause_in_arrays(values, place)
     return None
 
 
-def _cause_in_mappings(values: list[Mapping[object, object]], place: str) -> _Cause | None:
+def _cause_in_mappings(
+    values: list[Mapping[object, object]], place: str, pads: bool
+) -> _Cause | None:
     keys = list(values[0])
     for k, value in enumerate(values):
         if not all(key in value for key in keys):
             return _Cause(place, k, _shown(value), _SAME_KEYS, _shown(values[0]))
-    return _first((f"{place}[{text_of(key)}]", [each[key] for each in values]) for key in keys)
+    parts = ((f"{place}[{text_of(key)}]", [each[key] for each in values]) for key in keys)
+    return _first(parts, pads)
 
 
 def _cause_in_arrays(values: list[torch.Tensor | np.ndarray], place: str) -> _Cause | None:
@@ -190,8 +202,9 @@ def _cause_in_arrays(values: list[torch.Tensor | np.ndarray], place: str) -> _Ca
     return None
 
 
-def _first(parts: Iterable[tuple[str, list[Any]]]) -> _Cause | None:
-    return next((found for place, each in parts if (found := _cause(each, place))), None)
+def _first(parts: Iterable[tuple[str, list[Any]]], pads: bool) -> _Cause | None:
+    found = (_cause(each, place, pads=pads) for place, each in parts)
+    return next(filter(None, found), None)
 
 
 def _kind(value: object) -> str | None:
@@ -291,14 +304,22 @@ class PadCollate:
             field is True at content, and False at padding: bool, shape (samples, longest).
 
     Raises:
-        ValueError: Samples differ in another dimension than the first.
+        ValueError: Samples differ in another dimension than the first, or in their number of parts; or ``masks`` names
+            a new field that exists, or one that is not padded.
         KeyError: A field in ``masks`` does not exist.
-        TypeError: It is called with a single sample.
+        TypeError: ``masks`` is no dictionary, or samples are none; or a single sample is given.
     """
 
     value: float | Mapping[str, float] = 0
     multiple_of: int = 1
     masks: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.masks, Mapping):
+            raise TypeError(
+                f"masks={text_of(self.masks)} is a {type_name(self.masks)}: give a dictionary, from the name of each "
+                "new field to that of a padded one"
+            )
 
     def __call__(self, samples: object) -> Any:
         """Return the batch."""
@@ -308,16 +329,46 @@ class PadCollate:
                 f"PadCollate takes a list of samples and got a {type_name(samples)}: batch_size=None gives single "
                 "samples, so give a batch_size, or return lists of samples from the dataset"
             )
-        return self._collated(samples, None)
+        try:
+            batch = self._collated(samples, None)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # of a sample that is asked for its parts
+                cause = _cause([*cast(Any, samples)], "", pads=True)
+                if cause is not None:
+                    add_note(error, cause.lines("the batch", ()))
+            raise
+        first = cast(Any, samples)[0]
+        if self.masks and not _has_fields(first):
+            raise TypeError(
+                f"masks={text_of(self.masks)} names fields, and samples are of type {type_name(first)}: return "
+                "dictionaries from dataset and transforms, or leave masks out"
+            )
+        return batch
+
+    def _add_masks(self, batch: dict[Any, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        fields = dict.fromkeys(batch)
+        for mask, of in self.masks.items():
+            padded: Any = batch.get(of)
+            is_padded = isinstance(padded, torch.Tensor) and padded.ndim > 1
+            if of not in fields or mask in fields or not is_padded:
+                raise self._no_mask(mask, of, list(fields))
+            lengths = torch.tensor([len(each[of]) for each in samples])
+            batch[mask] = torch.arange(padded.shape[1]) < lengths[:, None]
+
+    def _no_mask(self, mask: str, of: str, fields: list[object]) -> Exception:
+        given = f"masks={text_of(self.masks)}"
+        if of not in fields:
+            return KeyError(f"{given}: samples have no field {of!r}, only {text_of(fields)}")
+        if mask in fields:
+            return ValueError(f"{given}: samples have a field {mask!r} already, so name another")
+        return ValueError(f"{given}: field {of!r} is not padded, as it holds no arrays of a length")
 
     def _collated(self, samples: Any, name: Any) -> Any:
         first = samples[0]
         if isinstance(first, Mapping):
             batch = {key: self._collated([each[key] for each in samples], key) for key in first}
             if name is None:
-                for mask, of in self.masks.items():
-                    lengths = torch.tensor([len(each[of]) for each in samples])
-                    batch[mask] = torch.arange(batch[of].shape[1]) < lengths[:, None]
+                self._add_masks(batch, samples)
             return like(first, batch)
         if isinstance(first, (list, tuple)):
             parts = [self._collated(part, name) for part in zip(*samples, strict=True)]
@@ -326,6 +377,13 @@ class PadCollate:
             value = self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
             return pad_stack(samples, value, self.multiple_of)[0]
         return collate_in_own_memory(samples)
+
+
+def _has_fields(sample: object) -> bool:
+    """Whether a sample is a dictionary, or a list or tuple with one."""
+    if isinstance(sample, (list, tuple)):
+        return any(map(_has_fields, sample))
+    return isinstance(sample, Mapping)
 
 
 def like(first: Mapping[object, object], batch: dict[object, object]) -> Any:

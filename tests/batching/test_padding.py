@@ -130,6 +130,44 @@ def test_a_mask_is_of_a_field() -> None:
         PadCollate(masks={"mask": "words"})([{"tokens": torch.ones(2)}])
 
 
+@pytest.mark.parametrize(
+    ("masks", "samples", "error"),
+    [
+        (["mask"], [{"x": torch.ones(2)}], r"masks=\['mask'\] is a list: give a dictionary"),
+        ({"m": "x"}, [torch.ones(2)], "samples are of type Tensor: return dictionaries"),
+        ({"m": "x"}, [(torch.ones(2), 1)], "samples are of type tuple: return dictionaries"),
+        ({"x": "x"}, [{"x": torch.ones(2)}], "have a field 'x' already"),
+        ({"m": "x"}, [{"x": 1}], "field 'x' is not padded"),
+        ({"m": "x"}, [{"x": "text"}], "field 'x' is not padded"),
+    ],
+)
+def test_masks_that_cannot_be_are_refused(masks: Any, samples: list[Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        PadCollate(masks=masks)(samples)
+
+
+def test_a_dictionary_in_a_tuple_has_masks_too() -> None:
+    fields, labels = PadCollate(masks={"m": "x"})([({"x": torch.ones(n)}, n) for n in (1, 2)])
+    assert fields["m"].tolist() == [[True, False], [True, True]]
+    assert labels.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        ([(1, 2), (1,)], "sample 1: tuple of length 1"),
+        ([{"x": [1]}, {"x": [1, 2]}], "sample 1, field ['x']: list of length 2"),
+        ([{"x": 1, "y": 1}, {"x": 1}], "sample 1: dict with the keys ['x']"),
+        ([np.ones(2), torch.ones(3), 1], "sample 2: int 1"),
+        ([{"x": torch.ones(2)}, {"x": None}], "sample 1, field ['x']: None"),
+    ],
+)
+def test_samples_of_different_kinds_are_named(samples: list[Any], told: str) -> None:
+    with pytest.raises((LookupError, RuntimeError, TypeError, ValueError)) as caught:
+        PadCollate()(samples)
+    assert told in "".join(caught.value.__notes__)
+
+
 class Moving(dict[str, Any]):
     """A dictionary with a method and an attribute."""
 
