@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log1p
 from typing import Any, NamedTuple
 
-from minato._support.values import number_of, text_of
+from minato._support.values import number_of, text_of, type_name
 from minato.delivery.iterator import Layer
-from minato.errors import not_the_end
+from minato.errors import add_note, not_the_end
 from minato.observe.observers import EpochState, LoaderSnapshot, MetricsSource, Observers
 from minato.options import CostBatches
 from minato.sampling.epoch import Epoch
@@ -184,7 +184,17 @@ class MeasuredBatches(Layer):
         """The cost of a sample; ValueError, TypeError: it has none, or more than a batch may cost."""
         of, most = self._plan.cost, self._plan.max_cost
         held: Any = sample
-        found = of(held) if callable(of) else len(held if of is None else held[of])
+        try:
+            found = of(held) if callable(of) else len(held if of is None else held[of])
+        except Exception as error:
+            if not callable(of):
+                what = "the sample" if of is None else "a field"
+                add_note(
+                    error,
+                    f"  CostBatches(cost={text_of(of)}) takes the length of {what}, and the sample is of type "
+                    f"{type_name(held)}: give the key of a field that has a length, or a function of the sample",
+                )
+            raise
         cost = number_of(found)
         if cost is None or not isfinite(cost) or cost < 0:
             raise ValueError(f"cost= returned {text_of(found)} for a sample: it must be 0 or more")

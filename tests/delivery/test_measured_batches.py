@@ -211,6 +211,18 @@ def test_a_sample_without_a_cost(cost: object, match: str) -> None:
     assert seen == [i for i in range(SIZE) if i != 5]
 
 
+@pytest.mark.parametrize(
+    ("cost", "sample", "what"),
+    [("name", torch.ones(3), "a field"), (7, (1, 2), "a field"), (None, 5, "the sample")],
+)
+def test_a_key_that_gives_no_length_is_named(cost: object, sample: object, what: str) -> None:
+    loader = DataLoader([sample], CostBatches(10, cost))
+    with pytest.raises((LookupError, TypeError)) as caught:
+        next(iter(loader))
+    (note,) = caught.value.__notes__
+    assert f"cost={cost!r}) takes the length of {what}, and the sample is of type" in note
+
+
 def once(action: Callable[[Any], Any], error: BaseException) -> Callable[[Any], Any]:
     """An action that raises at its 50th call."""
     calls = itertools.count(1)
