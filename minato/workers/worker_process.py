@@ -325,6 +325,7 @@ def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Excep
     """Prepare a worker, or each reader of its host, as one of torch's; returns the error of its first sample."""
     owner = os.getpid()
     failure: Exception | None = None
+    step = "worker_init_fn"
     if host is not None:
         try:
             host.make_readers()
@@ -335,11 +336,12 @@ def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Excep
             host.initialise()
         elif plan.init_fn is not None:
             plan.init_fn(plan.identity(number)[0])
+        step = "the dataset's load_state_dict()"
         plan.restore_dataset(number)
     except StopIteration as stop:
-        failure = not_the_end("worker_init_fn", stop)
+        failure = not_the_end(step, stop)
     except Exception as error:
-        add_note(error, "  raised by worker_init_fn, before the first sample of this worker")
+        add_note(error, f"  raised by {step}, before the first sample of this worker")
         failure = error
     except BaseException as error:
         end_copy(owner, error)

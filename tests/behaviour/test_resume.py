@@ -624,6 +624,21 @@ def test_iterable_datasets(stream: Any, num_workers: int, every: Any) -> None:
         assert got + indices(resumed(state, loader())) == expected, batches
 
 
+class Unloadable(Numbers):
+    def state_dict(self) -> Any:
+        return {"size": self.size}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise OSError("another size")
+
+
+def test_the_error_of_a_dataset_that_takes_no_state_names_its_method() -> None:
+    _, state = begun(DataLoader(Unloadable(8), 4, num_workers=1), 1)
+    loader = resumed(state, DataLoader(Unloadable(8), 4, num_workers=1))
+    with pytest.raises(OSError, match=r"raised by the dataset's load_state_dict\(\), before"):
+        list(loader)
+
+
 class StuckStream(Cursors):
     def state_dict(self) -> Any:
         raise OverflowError("no state")
