@@ -18,6 +18,7 @@ from typing import Any
 
 from minato._core.limits import explaining_limits
 from minato._core.segment import anonymous_file
+from minato.errors import add_note
 
 if sys.platform != "win32":
     import fcntl
@@ -65,7 +66,11 @@ def open_lines(path: _Path, begins: bytes, what: str) -> int:
     ``begins`` are the first bytes of every such file, and ``what`` names it: ``"a recorded order (Record)"``.
     ValueError: it has other content, which is untouched. OSError: it cannot be opened, or is a link or no regular file.
     """
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        add_note(error, f"{what} cannot be written: give a file in a directory where you may write")
+        raise
     try:
         # A process that was killed may have left less than the first line.
         if not begins.startswith(os.pread(descriptor, len(begins), 0)):

@@ -426,8 +426,10 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
 
 
 def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none/file"):
+    with pytest.raises(FileNotFoundError, match="none/file") as caught:
         DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "none" / "file", on_error="skip"))
+    (note,) = caught.value.__notes__
+    assert "(ErrorPolicy.log) cannot be written: give a file in a directory" in note
 
 
 @each
