@@ -80,7 +80,7 @@ class Throughput:
     step_mean_s: float = _figure("s", "far above P50: some steps do more, such as validation")
     coverage: float = _figure(
         "share",
-        "returned, of the samples of the sampler; at the end of an epoch all but the skipped",
+        "returned, of the samples requested so far; at the end of an epoch all but the skipped",
     )
 
 
