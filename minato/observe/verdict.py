@@ -195,7 +195,8 @@ def _transfer(run: Period, costs: _Costs) -> Verdict:
             f"The training process needs {seconds(costs.transfer)} to receive a finished batch."
         )
         advice = (
-            "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled."
+            "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled. If these do, use "
+            "larger batches."
         )
         if run.throughput.nbytes and run.workers.cores_share >= _ALL_CORES:
             evidence += (

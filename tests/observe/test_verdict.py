@@ -237,6 +237,7 @@ def test_transfer() -> None:
     assert (found.bottleneck, found.changes) == ("transfer", None)
     assert found.speedup == pytest.approx(10 / 2)
     assert "not pickled" in found.advice
+    assert "larger batches" in found.advice  # where tensors are too many and too small
     found = verdict(waited_s=9.0, starved_s=1.0, cores=0.97)  # tensors, and no core to receive them
     assert (found.bottleneck, found.changes) == ("transfer", None)
     assert "97 %" in found.evidence[0]
