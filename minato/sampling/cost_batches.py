@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from minato._core import mix_seed
 from minato._support.values import items_of, number_of
 from minato._system import ranks_by_torch
-from minato.checks import check_choice, check_number, check_shard, check_whole
+from minato.checks import check_choice, check_shard, check_whole, given_number
 from minato.sampling.dealing import Batches
 
 _POOL_BATCHES = 50  # default size of a pool, in batches
@@ -69,7 +69,8 @@ class CostBatchSampler(Sampler[list[int]]):
     ) -> None:
         pool, max_size = check_whole("pool", pool, 1), check_whole("max_size", max_size, 1)
         check_choice("oversized", oversized, ("raise", "alone", "skip"))
-        max_cost = check_number("max_cost", max_cost) or 0
+        check_choice("padded", padded, (True, False))
+        max_cost = given_number("max_cost", max_cost)
         if not max_cost > 0:
             raise ValueError(f"max_cost={max_cost} is too small: give more than 0")
         found = (ranks_by_torch() or (0, 1)) if shard is None else shard

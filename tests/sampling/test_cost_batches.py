@@ -137,6 +137,7 @@ def test_costs_may_be_foretold_by_a_function() -> None:
         (([1], 0), {}, "max_cost=0 is too small"),
         (([1], 10), {"max_size": 0}, "max_size=0 is too small"),
         (([1], 10), {"oversized": "cut"}, "oversized='cut' is not possible"),
+        (([1], 10), {"padded": "no"}, "padded='no' is not possible"),
         (([1], 10), {"shard": (2, 2)}, r"shard=\(2, 2\) is not possible"),
         (([1], 10), {"shard": (-1, 2)}, "shard=-1 is too small"),
         (([1], 10), {"shard": 2}, "shard=2 is not possible"),
@@ -145,6 +146,11 @@ def test_costs_may_be_foretold_by_a_function() -> None:
 def test_what_is_refused(arguments: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CostBatchSampler(*arguments, **options)
+
+
+def test_a_largest_cost_must_be_given() -> None:
+    with pytest.raises(TypeError, match="max_cost=None is a NoneType: give a number"):
+        CostBatchSampler([1], None)  # type: ignore[arg-type]
 
 
 def test_a_function_is_refused() -> None:
