@@ -1157,10 +1157,16 @@ def metrics_collector(*loaders: DataLoader[object]) -> Collector:
     A registry takes one such collector: give it all loaders. It keeps none of them alive.
 
     Raises:
+        TypeError: One of them is no loader of minato's.
         ValueError: A loader was made with ``observe=False``, or other ranks' shared pool has its workers.
     """
     from minato.observe.metrics import Collector
 
+    for each in loaders:
+        if not isinstance(each, DataLoader):
+            raise TypeError(
+                f"metrics_collector() takes loaders of minato's, one after the other, and got a {type_name(each)}"
+            )
     found = [each._minato_inspector().labelled_metrics() for each in loaders]
     return Collector(lambda: found)
 

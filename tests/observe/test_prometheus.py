@@ -249,6 +249,12 @@ def test_a_loader_keeps_its_label() -> None:
     assert labels == {"kept", "kept 2"}
 
 
+def test_a_collector_takes_loaders_alone() -> None:
+    loaders: Any = [loader_of()]
+    with pytest.raises(TypeError, match="one after the other, and got a list"):
+        minato.metrics_collector(loaders)
+
+
 def test_a_registry_of_the_program_collects_loaders() -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
