@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Number
@@ -345,12 +345,14 @@ class PadCollate:
             )
         return batch
 
-    def _add_masks(self, batch: dict[Any, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+    def _add_masks(
+        self, batch: dict[object, object], samples: Sequence[Mapping[object, Sized]]
+    ) -> None:
         fields = dict.fromkeys(batch)
         for mask, of in self.masks.items():
-            padded: Any = batch.get(of)
-            is_padded = isinstance(padded, torch.Tensor) and padded.ndim > 1
-            if of not in fields or mask in fields or not is_padded:
+            padded = batch.get(of)
+            is_new = of in fields and mask not in fields
+            if not (is_new and isinstance(padded, torch.Tensor) and padded.ndim > 1):
                 raise self._no_mask(mask, of, list(fields))
             lengths = torch.tensor([len(each[of]) for each in samples])
             batch[mask] = torch.arange(padded.shape[1]) < lengths[:, None]
