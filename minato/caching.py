@@ -27,7 +27,7 @@ from minato._fork_safety import held_off_forks, interrupted_calls, renew_in_chil
 from minato._support.counters import Counters
 from minato._support.files import check_private, gets_lock, open_regular, write_all
 from minato._support.pickling import pickled
-from minato._support.values import message_of, printable
+from minato._support.values import message_of, printable, text_of, type_name
 from minato.checks import check_whole, given_whole
 from minato.errors import MinatoWarning, missing, warn
 
@@ -259,7 +259,12 @@ class DiskCache(Cache):
     ) -> None:
         super().__init__(quota_bytes, after, version)
         self.failures = (OSError, _lmdb().Error)
-        self._path = Path(path).absolute()
+        try:
+            self._path = Path(path).absolute()
+        except TypeError:
+            raise TypeError(
+                f"path={text_of(path)} of DiskCache is a {type_name(path)}: give a string or a Path"
+            ) from None
         self._made_ns = _wall_ns()
         self._used_ns: dict[bytes, int] = {}
         self._opened: tuple[int, _Environment | Exception, Callable[[], object]] | None = None

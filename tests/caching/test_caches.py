@@ -583,6 +583,9 @@ def test_limits_are_checked() -> None:
         MemoryCache(1, after=-1)
     with pytest.raises(TypeError, match="after.* is a .*: give"):
         MemoryCache(1, after=1.0)  # type: ignore[arg-type]
+    pytest.importorskip("lmdb")
+    with pytest.raises(TypeError, match="path=None of DiskCache is a NoneType: give a string"):
+        DiskCache(None, 1)  # type: ignore[arg-type]
 
 
 def test_a_cache_travels_without_its_files(disk: Any) -> None:
