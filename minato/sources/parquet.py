@@ -177,6 +177,7 @@ def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
 
 def _parts_of(kind: pa.DataType) -> dict[str, pa.DataType]:
     """The types of the values in values of a type, by name; empty if it has none."""
+    kind = getattr(kind, "storage_type", kind)  # of an extension type
     if types.is_struct(kind):
         return {part.name: part.type for part in map(kind.field, range(kind.num_fields))}
     if types.is_map(kind):
@@ -493,5 +494,5 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    lists = types.is_list(kind) or types.is_large_list(kind)
-    return bool(lists or types.is_fixed_size_list(kind))
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(lists or types.is_list_view(kind) or types.is_large_list_view(kind))

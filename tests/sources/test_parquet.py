@@ -146,6 +146,20 @@ def test_views_are_strings_and_rows_are_selected_by_them(kind: Any, tmp_path: Pa
     assert list(ParquetStream(tmp_path / "b.parquet")) == parts.to_pylist()
 
 
+@pytest.mark.parametrize("kind", [pa.list_view, pa.large_list_view])
+def test_views_of_lists_are_lists(kind: Any, tmp_path: Path) -> None:
+    """Otherwise numbers would become booleans where the first file has these."""
+    values = [[1, 2], None, [3, None], []]
+    files = written(tmp_path, False, (values, kind(WHOLE)), ([[True]], pa.list_(FLAG)))
+    numbers, nothing, gap, empty = (row["x"] for row in ParquetStream(files[0]))
+    assert isinstance(numbers, np.ndarray)
+    assert numbers.tolist() == [1, 2]
+    assert isinstance(empty, np.ndarray)
+    assert (nothing, gap, empty.tolist()) == (None, [3, None], [])
+    with pytest.raises(SourceError, match="Unsupported cast"):
+        list(ParquetStream(files[::-1]))
+
+
 def test_columns_of_texts_may_hold_more_than_two_gibibytes(tmp_path: Path) -> None:
     kinds = [pa.string(), pa.string_view(), pa.binary(), pa.binary_view()]
     texts = pa.table({str(kind): pa.array(["a"] * 4, kind) for kind in kinds})
@@ -380,6 +394,7 @@ def test_parts_of_columns_have_a_type_that_holds_the_values_of_all_files(
         (([TIME], pa.timestamp("us", "Europe/Berlin")), ([TIME], pa.timestamp("us"))),
         (([TIME], pa.timestamp("us", "Europe/Berlin")), ([DAY], pa.date32())),
         (([[7]], pa.list_(WHOLE)), ([SECONDS], pa.list_(pa.duration("ms")))),
+        (([[7]], pa.list_view(WHOLE)), ([SECONDS], pa.large_list_view(pa.duration("ms")))),
         (
             ([{"a": True, "b": 1}], pa.struct([("a", FLAG), ("b", WHOLE)])),
             ([{"a": 2, "c": "x"}], pa.struct([("a", WHOLE), ("c", pa.string())])),
