@@ -59,7 +59,10 @@ def test_a_range_beyond_the_end_is_no_sample(tmp_path: Path) -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Paths end with ``whole``, an object of ten bytes, with ``short``, which breaks off, or with a status."""
+    """Paths end with ``whole``, an object of ten bytes, ``short``, which breaks off, ``loose``, or a status.
+
+    The length of ``loose`` is not told. No answer is a range.
+    """
 
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[str]] = []
@@ -69,14 +72,19 @@ class Answers(BaseHTTPRequestHandler):
         self.asked.append(self.path)
         self.authorized.append(self.headers["authorization"])
         name = unquote(self.path.partition("?")[0])
-        sent = {"whole": b"0123456789", "short": b"01234"}.get(name[-5:], b"")
+        is_loose = name.endswith("loose")
+        whole = b"0123456789"
+        sent = {"whole": whole, "loose": whole, "short": b"01234"}.get(name[-5:], b"")
         self.send_response(200 if sent else int(name.rpartition("/")[2]))
-        self.send_header("Content-Length", "10" if sent else "0")
+        if not is_loose:
+            self.send_header("Content-Length", "10" if sent else "0")
         self.send_header("Last-Modified", "Sat, 01 Nov 2025 00:00:00 GMT")
         self.send_header("ETag", '"1"')
         self.end_headers()
-        self.wfile.write(sent)
-        self.close_connection = name.endswith("short")
+        self.wfile.write(sent if self.command == "GET" else b"")
+        self.close_connection = is_loose or name.endswith("short")
+
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: Any) -> None:
         """Standard error is the tests'."""
@@ -153,6 +161,15 @@ def test_what_a_server_refuses_is_asked_for_once(address: str) -> None:
             source.get(str(status))
         repeated = status >= 500 or status in (408, 429)
         assert len(Answers.asked) == (3 if repeated else 1), status
+
+
+def test_what_a_server_cannot_do_is_asked_for_once(address: str) -> None:
+    source = Objects(f"http://{address}", **THRICE, **PLAIN)
+    with pytest.raises(SourceError, match="Content-Length Header missing"):
+        source.get("loose")
+    with pytest.raises(SourceError, match="Range request not supported"):
+        tar_members(source, "whole")
+    assert source.retries == 0
 
 
 def test_what_this_machine_refuses_is_asked_for_once(tmp_path: Path) -> None:
