@@ -144,21 +144,28 @@ def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
         if known.type != field.type:
             both = [pa.schema([known]), pa.schema([field])]
             try:
-                columns[field.name] = pa.unify_schemas(both, promote_options="permissive").field(0)
+                choices = [pa.unify_schemas(both, promote_options="permissive").field(0)]
             except (pa.ArrowTypeError, pa.ArrowInvalid):
-                if not _would_be_cut(field.type, known.type):
-                    continue
-                columns[field.name] = field
-                if _would_be_cut(known.type, field.type):
-                    raise ValueError(
-                        f"column {field.name!r} is of type {known.type} in one file and {field.type} in another, and "
-                        "no type holds the values of both: write the files with one type, or read them apart"
-                    ) from None
+                choices = [known, field]
+            held = (
+                each
+                for each in choices
+                if not any(_would_be_cut(one.type, each.type) for one in (known, field))
+            )
+            found = next(held, None)
+            if found is None:
+                raise ValueError(
+                    f"column {field.name!r} is of type {known.type} in one file and {field.type} in another, and "
+                    "no type holds the values of both: write the files with one type, or read them apart"
+                )
+            columns[field.name] = found
     return pa.schema(list(columns.values()))
 
 
 def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
     """Whether Arrow casts values to another type without a word about what is lost."""
+    if kind == to:
+        return False
     parts, others = _parts_of(kind), _parts_of(to)
     if parts and others:
         return any(
@@ -168,6 +175,7 @@ def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
     one_has_zone = (getattr(kind, "tz", None) is None) != (getattr(to, "tz", None) is None)
     return (
         (types.is_boolean(to) and _is_number(kind))
+        or (types.is_decimal(kind) and (types.is_float16(to) or types.is_float32(to)))
         or (whole_days and types.is_timestamp(kind))
         or (_is_number(kind) and types.is_temporal(to))  # which is of any unit
         or (types.is_temporal(kind) and _is_number(to))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import decimal
 import itertools
 import pickle
 from pathlib import Path
@@ -395,6 +396,8 @@ def test_parts_of_columns_have_a_type_that_holds_the_values_of_all_files(
         (([TIME], pa.timestamp("us", "Europe/Berlin")), ([DAY], pa.date32())),
         (([[7]], pa.list_(WHOLE)), ([SECONDS], pa.list_(pa.duration("ms")))),
         (([[7]], pa.list_view(WHOLE)), ([SECONDS], pa.large_list_view(pa.duration("ms")))),
+        (([0.5], pa.float32()), ([decimal.Decimal(10**50)], pa.decimal256(60))),
+        (([[0.5]], pa.list_(pa.float32())), ([[decimal.Decimal(7)]], pa.list_(pa.decimal128(9)))),
         (
             ([{"a": True, "b": 1}], pa.struct([("a", FLAG), ("b", WHOLE)])),
             ([{"a": 2, "c": "x"}], pa.struct([("a", WHOLE), ("c", pa.string())])),
