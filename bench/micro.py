@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import itertools
 import mmap
 import os
 import random
@@ -49,10 +50,16 @@ def counting(module: ModuleType) -> Operations:
         arrivals.deliver(KEYS, start)
 
     names = {"full": full, "older": older, "total": module.Histogram()}
-    names |= {"batch": batch, "occurrences": occurrences, "keys": KEYS, "calls": calls}
+    names |= {
+        "batch": batch,
+        "occurrences": occurrences,
+        "keys": KEYS,
+        "numbers": itertools.count(),
+        "calls": calls,
+    }
     return {
         "256 indices requested and delivered": ("batch()", names),
-        "256 indices counted": ("occurrences.count(keys)", names),
+        "256 indices counted": ("occurrences.count(keys, next(numbers))", names),
         "call of next()": ("calls.enter(9_000); calls.leave(9_000, 256, 65_536)", names),
         "record": ("total.record(123_456)", names),
         "percentile": ("full.percentile(0.75)", names),

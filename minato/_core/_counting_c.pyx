@@ -461,11 +461,13 @@ cdef class Occurrences:
     cdef object hash_other
     cdef dict others
     cdef uint32_t *counts
-    cdef int64_t length
+    cdef int64_t length, number
+    cdef list found
 
     def __cinit__(self, int64_t length, hash_other):
         self.hash_other = hash_other
         self.others = {}
+        self.number = -1
         self.length = length
         self.counts = <uint32_t *>PyMem_Calloc(length + 1, sizeof(uint32_t))
         if self.counts is NULL:
@@ -474,25 +476,31 @@ cdef class Occurrences:
     def __dealloc__(self):
         PyMem_Free(self.counts)
 
-    def count(self, indices) -> list | None:
-        """How often each of these indices came before, in this call too; None if none did."""
+    def count(self, indices, int64_t number) -> list | None:
+        """How often each index of a batch came before, in the batch too; None if none did."""
         cdef list found = None
         cdef Py_ssize_t i = 0
         cdef uint64_t before
-        for index in indices:
+        if number == self.number:  # the last call was interrupted
+            return self.found
+        # What runs Python code comes first: the handler of a signal may raise there.
+        cdef list hashed = [
+            index if PyLong_CheckExact(index) or PyUnicode_CheckExact(index) else self.hash_other(index)
+            for index in indices
+        ]
+        for index in hashed:
             before = self._count(index)
             if before and found is None:
                 found = [0] * i
             if found is not None:
                 found.append(before)
             i += 1
+        self.number, self.found = number, found
         return found
 
     cdef int64_t _count(self, index) except -1:
         cdef int overflow = 0
         cdef int64_t number, before
-        if not PyLong_CheckExact(index) and not PyUnicode_CheckExact(index):
-            index = self.hash_other(index)
         if PyLong_CheckExact(index):
             number = PyLong_AsLongLongAndOverflow(index, &overflow)
             if not overflow and 0 <= number < self.length:

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from operator import index as as_integer
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import numpy as np
 
@@ -435,20 +435,37 @@ class Occurrences:
         self._hash_other = hash_other
         self._counts = array("I", bytes(4 * length))
         self._others: dict[Any, int] = {}
+        self._number = -1
+        self._found: list[int] | None = None
+        self._new: dict[Any, int] = {}  # counts after the last batch
 
-    def count(self, indices: Sequence[object]) -> list[int] | None:
-        """How often each of these indices came before, in this call too; None if none did."""
-        counts, others = self._counts, self._others
-        length = len(counts)
+    def count(self, indices: Sequence[object], number: int) -> list[int] | None:
+        """How often each index of a batch came before, in the batch too; None if none did.
+
+        The same batch may be asked for again, as the handler of a signal may raise at any line.
+
+        Args:
+            number: That of the batch.
+        """
+        if number == self._number:
+            return self._found
+        counts, others, length = self._counts, self._others, len(self._counts)
+        for index, count in self._new.items():
+            if type(index) is int and 0 <= index < length:
+                counts[index] = count
+            else:
+                others[index] = count
+        new: dict[Any, int] = {}
         found = []
         for index in indices:
             if type(index) not in (int, str):
                 index = self._hash_other(index)
-            if type(index) is int and 0 <= index < length:
-                before = counts[index]
-                counts[index] = before + 1
-            else:
-                before = others.get(index, 0)
-                others[index] = before + 1
+            before = new.get(index)
+            if before is None:
+                is_counted = type(index) is int and 0 <= index < length
+                before = counts[cast(int, index)] if is_counted else others.get(index, 0)
+            new[index] = before + 1
             found.append(before)
-        return found if any(found) else None
+        kept = found if any(found) else None
+        vars(self).update(_number=number, _found=kept, _new=new)  # at once
+        return kept

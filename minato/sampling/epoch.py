@@ -158,7 +158,7 @@ class Epoch:
 
     def _first_batches(self, state: LoaderState) -> Completed:
         """What this rank had when another one, which steps with it, had as many batches."""
-        batches = map(_tried(self._maker()), until_end(self.draw.redraw(state.draw)))
+        batches = _made_of(until_end(self.draw.redraw(state.draw)), self._maker())
         first = list(itertools.islice(filter(_is_made, batches), state.done.batches))
         end = sum(len(batch) or 1 for batch in first)
         tally = total(map(Tally.of, first))
@@ -246,9 +246,11 @@ class Epoch:
             recorded = (Recurring.of(*pair) for pair in spec.replay.batches(self.number))
             return Source(recorded) if state is None else self._after(state, lambda _: recorded)
         if state is not None:
-            make = _tried(self._maker())
             return self._after(
-                state, lambda restores: map(make, until_end(self.draw.redraw(state.draw, restores)))
+                state,
+                lambda restores: _made_of(
+                    until_end(self.draw.redraw(state.draw, restores)), self._maker()
+                ),
             )
         return self._drawn(self.draw.redraw(self.draw.taken()))
 
@@ -271,7 +273,7 @@ class Epoch:
         """The batches after the first ``count`` remaining ones, drawn again."""
         source = self._source(state)
         before = itertools.islice(source.items, count)
-        made = before if source.make is None else map(_tried(source.make), before)
+        made = before if source.make is None else _made_of(before, source.make)
         if total(map(Tally.of, filter(_is_made, made))) != self.progress.drawn():
             raise RuntimeError(
                 "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
@@ -300,8 +302,8 @@ class Epoch:
             return Source(indices, None if spec.batched else batch_maker(False), may_die, ahead)
         return Source(until_end(indices), self._maker(), may_die)
 
-    def _maker(self) -> Callable[[Any], Any]:
-        """A function that makes the indices of the next batch of what the sampler yields."""
+    def _maker(self) -> Callable[[Any, int], Any]:
+        """A function that makes the indices of a batch of what the sampler yields, and of the batch's number."""
         spec = self._spec
         make = batch_maker(
             spec.batched,
@@ -310,26 +312,26 @@ class Epoch:
             copies=spec.has_workers,
         )
         mark = occurrence_counter(spec.index_sampler, length_of(spec.dataset))
-        return make if mark is None else lambda indices: mark(make(indices))
+        return make if mark is None else lambda given, number: mark(make(given), number)
 
 
-def _tried(make: Callable[[object], object]) -> Callable[[object], Any]:
-    """``make``, which returns what it would raise: a batch that has no indices must not end an iterator of others."""
+def _made_of(items: Iterator[object], make: Callable[[object, int], object]) -> Iterator[Any]:
+    """All batches; in place of one that has no indices, which must not end the iterator, its error."""
 
-    def attempt(given: object) -> object:
+    def attempt(given: object, number: int) -> object:
         try:
-            return make(given)
+            return make(given, number)
         except Exception as error:
             return Postponed(error)
 
-    return attempt
+    return map(attempt, items, itertools.count())
 
 
 def _is_made(batch: object) -> bool:
     return not isinstance(batch, Postponed)
 
 
-def _made(batch: object) -> object:
+def _made(batch: object, number: int) -> object:
     if isinstance(batch, Postponed):
         batch.reraise()
     return batch

@@ -653,8 +653,8 @@ def as_given(batch: object) -> Any:
 
 def batch_maker(
     batched: bool, *, whole: bool = False, divided: str | None = None, copies: bool = False
-) -> Callable[[Any], Any]:
-    """Return a function that makes the indices of a batch, in a list, of what a sampler yields.
+) -> Callable[..., Any]:
+    """Return a function that makes the indices of a batch, in a list, of what a sampler yields, and of its number.
 
     Args:
         whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters, and
@@ -663,7 +663,7 @@ def batch_maker(
         copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
     """
 
-    def make(given: Any) -> Any:
+    def make(given: Any, number: int = 0) -> Any:
         kind = type(given)
         if batched and whole and kind is not list and not hasattr(kind, "__next__"):
             if divided is not None and kind not in LISTS:
@@ -724,17 +724,22 @@ def unmarked(batch: object) -> tuple[Any, list[int] | None]:
     return batch, None
 
 
-def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[Any], Any] | None:
-    """Return a function that marks each index of an epoch's batches that came before; None: none comes again."""
+def occurrence_counter(
+    index_sampler: object, length: int | None
+) -> Callable[[Any, int], Any] | None:
+    """Return a function that marks each index of an epoch's batches that came before; None: none comes again.
+
+    It is called with each batch and its number; again, if that was interrupted.
+    """
     if not _may_repeat(index_sampler):
         return None
     # Each rank counts its own indices, as without a shared pool.
     ranks = len(index_sampler.ranks) if type(index_sampler) is InterleavedRanks else 1
     size = min(length or 0, _MOST_COUNTED)
-    counts = itertools.cycle([Occurrences(size, index_hash) for _ in range(ranks)])
+    counts = [Occurrences(size, index_hash) for _ in range(ranks)]
 
-    def mark(indices: Sequence[object]) -> Any:
-        found = next(counts).count(indices)
+    def mark(indices: Sequence[object], number: int) -> Any:
+        found = counts[number % ranks].count(indices, number)
         return indices if found is None else Recurring(indices, found)
 
     return mark
@@ -748,7 +753,8 @@ class Source(NamedTuple):
 
     # What the sampler yields for each batch. An interruption loses none of it, unless it ends the items.
     items: Iterator[Any]
-    make: Callable[[Any], Any] | None = None  # makes a batch of it; None: it is one
+    # Makes a batch of it and of the batch's number; None: it is one. An interrupted call is made again.
+    make: Callable[[Any, int], Any] | None = None
     may_die: bool = True  # whether an interruption ends the items, as it ends a generator
     ahead: int = 1  # how many may be drawn together
 
@@ -838,7 +844,7 @@ class IndexBatches:
             for drawn in new:
                 if len(drawn) == 2:
                     try:
-                        drawn.append(make(drawn[0]))
+                        drawn.append(make(*drawn))
                     except Exception:  # no such indices: as with torch, the next batch follows
                         self.goes_on = True
                         self._num_dropped = drawn.number + 1

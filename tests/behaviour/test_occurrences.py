@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils import data
 
 import minato
 from minato import DataLoader, ErrorPolicy, Record, Replay
+from minato.sampling import samplers
 from minato.sampling.samplers import SeededSampler, occurrence_counter
-from tests.behaviour.states import begun, resumed
+from tests.behaviour.states import HowFar, begun, resumed, saved
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers, late_by
 from tests.parity.material import identity, multi_epochs
 from tests.selection import each_of
@@ -209,6 +211,40 @@ def test_samplers_that_may_repeat_are_counted(sampler: Any, may_repeat: bool) ->
     mark = occurrence_counter(sampler, 5)
     assert (mark is not None) == may_repeat
     if mark is not None:
-        assert mark([1]) == [1]
-        again = mark([1, 2])
+        assert mark([1], 0) == [1]
+        again = mark([1, 2], 1)
         assert (again.indices, again.occurrences) == ([1, 2], [1, 0])
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises."""
+
+
+def test_an_interruption_counts_no_index_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = samples_of(make())
+    real = samplers.Recurring
+
+    def recurring(*arguments: Any) -> object:
+        monkeypatch.setattr(samplers, "Recurring", real)
+        raise Interrupted
+
+    iterator = iter(make())
+    monkeypatch.setattr(samplers, "Recurring", recurring)
+    with pytest.raises(Interrupted):
+        next(iterator)
+    assert samples_of(iterator) == expected
+
+
+def test_a_sampler_that_is_asked_twice_for_the_epoch_is_counted_once() -> None:
+    class Places(HowFar):
+        def __iter__(self) -> Iterator[int]:
+            return self.left(REPEATED)
+
+    loader = make(sampler=Places())
+    begun(loader, 2)  # its place is the sampler's state when the next epoch begins
+    begun(loader, 1)
+    iterator = iter(loader)
+    got = [tuple(sample) for sample in next(iterator)]
+    state = saved(loader)
+    expected = got + samples_of(iterator)
+    assert got + samples_of(resumed(state, make(sampler=Places()))) == expected

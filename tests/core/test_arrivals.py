@@ -118,22 +118,39 @@ def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random:
 
 def test_each_key_is_counted(twin: ModuleType) -> None:
     occurrences = twin.Occurrences(4, index_hash)
-    assert occurrences.count([0, 3, 4, -1, 1 << 80, "ab"]) is None
-    assert occurrences.count([]) is None
-    assert occurrences.count([1, 3, 3, 4, -1, 1 << 80, "ab", "abc"]) == [0, 1, 2, 1, 1, 1, 1, 0]
+    assert occurrences.count([0, 3, 4, -1, 1 << 80, "ab"], 0) is None
+    assert occurrences.count([], 1) is None
+    keys = [1, 3, 3, 4, -1, 1 << 80, "ab", "abc"]
+    for _ in range(2):  # as after an interruption
+        assert occurrences.count(keys, 2) == [0, 1, 2, 1, 1, 1, 1, 0]
     # The other kind: by their numbers.
-    assert occurrences.count(("ab", b"abc", [0, 0, 0])) == [2, 3, 4]
-    assert occurrences.count([2]) is None
-    assert twin.Occurrences(0, index_hash).count([0, 1, 0]) == [0, 0, 1]
+    assert occurrences.count(("ab", b"abc", [0, 0, 0]), 3) == [2, 3, 4]
+    assert occurrences.count([2], 4) is None
+    assert twin.Occurrences(0, index_hash).count([0, 1, 0], 0) == [0, 0, 1]
+
+
+def test_an_interrupted_count_has_no_effect(twin: ModuleType) -> None:
+    calls = iter([KeyboardInterrupt])
+
+    def hashed(key: object) -> int:
+        for error in calls:
+            raise error
+        return 3
+
+    occurrences = twin.Occurrences(4, hashed)
+    with pytest.raises(KeyboardInterrupt):
+        occurrences.count([1, 1, "a", b"3"], 0)
+    assert occurrences.count([1, 1, "a", b"3"], 0) == [0, 1, 0, 0]
+    assert occurrences.count([1, "a", 3], 1) == [2, 1, 1]
 
 
 @given(st.lists(st.lists(st.integers(-3, 12) | st.sampled_from("ab"))), st.integers(0, 9))
 def test_counts_agree(twins: Any, batches: list[list[Any]], length: int) -> None:
     pure, compiled = (half.Occurrences(length, index_hash) for half in twins)
     before: list[Any] = []
-    for keys in batches:
-        found = pure.count(keys)
-        assert found == compiled.count(keys)
+    for number, keys in enumerate(batches):
+        found = pure.count(keys, number)
+        assert found == compiled.count(keys, number)
         counts = []
         for key in keys:
             counts.append(before.count(key))
