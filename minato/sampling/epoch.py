@@ -442,7 +442,7 @@ class EpochPosition:
             number, drawn_epoch = self._next(samplers, persists)
             restored = False
             if loaded is not None:
-                self._loaded = replace(loaded, epoch=number - 1)
+                self._loaded = replace(loaded, epoch=number - 1, drawn_epoch=drawn_epoch)
                 draw = SamplerState(spec)
                 draw.load(loaded.draw)
                 restored = draw.num_stateful > 0
@@ -491,8 +491,9 @@ class EpochPosition:
             return chosen, chosen
         if last is not None and not last.has_started:  # its iter() was interrupted, or failed
             return last.number, last.drawn_epoch
-        number = self._number if self._loaded is None else self.epoch
-        return number + 1, last.drawn_epoch + 1 if persists and last is not None else 0
+        if (loaded := self._pending()) is not None:
+            return loaded.epoch + 1, loaded.drawn_epoch
+        return self._number + 1, last.drawn_epoch + 1 if persists and last is not None else 0
 
     def _choice(self, samplers: Sequence[object]) -> int | None:
         """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""
@@ -565,8 +566,9 @@ class EpochPosition:
             return instead.to_plain()
         loaded, chosen = self._pending(), self._choice(nested(spec.index_sampler))
         if loaded is not None:
-            epoch = loaded.epoch if chosen is None or not loaded.finished else chosen - 1
-            return replace(loaded, epoch=epoch).to_plain()
+            if chosen is not None and loaded.finished:
+                loaded = replace(loaded, epoch=chosen - 1, drawn_epoch=chosen)
+            return loaded.to_plain()
         last, draw = self.last, SamplerState(spec)
         facts = signature(spec, draw)
         progress = None if last is None else last.progress.part or last.progress
@@ -586,7 +588,9 @@ class EpochPosition:
                 else:
                     plain = DatasetStates.alone(spec.dataset.state_dict())
             return LoaderState(
-                facts, epoch, True, draw.idle_state(), plain, readers=between
+                *(facts, epoch, True, draw.idle_state(), plain),
+                drawn_epoch=chosen or 0,
+                readers=between,
             ).to_plain()
         done, before = progress.done(), None  # first: it records the last batch
         while done != before:  # another thread may go on with the loop in between

@@ -376,7 +376,8 @@ class LoaderState:
         epoch: Number of the epoch: the present one, or the last.
         finished: No epoch has begun, or the last one has ended.
         dataset_states: Result of ``DatasetStates``; None: a map-style dataset has none, or starts afresh.
-        drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from ``base_seed``.
+        drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from ``base_seed``; if it is
+            finished, that of the next one.
         readers: Result of ``EpochReaders.to_plain`` or ``between_epochs``; None: there are none, or they start afresh.
             Those of other ranks are there after they were loaded.
         earlier: What other numbers of ranks completed of the epoch before.

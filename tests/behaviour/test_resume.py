@@ -326,7 +326,8 @@ def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -
             first.sampler.set_epoch(epoch)
             iterator = iter(first)
             got = flat(plain(itertools.islice(iterator, batches)))
-            later = resumed(saved(first), loader(epoch + (batches is None)))
+            later = loader(epoch + (batches is None))  # the sampler's epoch is part of a new state
+            later.load_state_dict(saved(first))
             if batches is not None:
                 got += flat(plain(later))
             following = epoch_of(later, epoch + 1)
@@ -371,6 +372,26 @@ def test_a_sampler_of_another_seed_goes_on_with_the_state_of_the_first(
     second = resumed(state, loader(seed=2))
     assert got + plain(second) == expected[1]
     assert plain(second) == expected[2]
+
+
+def test_an_epoch_that_was_chosen_before_the_state_draws_what_it_would_have() -> None:
+    def content(loader: Any) -> list[Any]:
+        torch.manual_seed(1)
+        return plain(loader)
+
+    def loader() -> Any:
+        return DataLoader(Draws(8), 4)
+
+    reference = loader()
+    reference.set_epoch(3)
+    state = saved(reference)
+    expected = content(reference)
+    assert content(resumed(state, loader())) == expected != content(loader())
+    later = resumed(saved(loader()), loader())
+    later.set_epoch(3)
+    assert content(resumed(saved(later), loader())) == expected
+    iter(later)  # it is dropped before its first batch
+    assert content(later) == expected
 
 
 def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:
