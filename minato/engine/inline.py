@@ -659,7 +659,8 @@ class InlineEngine(BatchSource):
             batch.first, self._number, [given], fetch, batch_size=batch.size
         )
         # What another container than a list says of its indices would be missing in calls for single ones.
-        if error is not None and self._retry is not None and type(given) in LISTS and len(given):
+        divisible = type(given) in LISTS and len(given) > 0
+        if isinstance(error, Exception) and self._retry is not None and divisible:
             return self._run_retrying(fetcher, batch, list(given))
         return results[0] if results else None, error
 

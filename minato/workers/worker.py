@@ -362,7 +362,7 @@ class Worker:
         results, error = self.runner.run(first, epoch, [indices], fetch, batch_size=count)
         # What another container than a list says of its indices would be missing in calls for single ones.
         divisible = type(indices) in LISTS and len(indices) > 0
-        if error is not None and self.sample_retry is not None and divisible:
+        if isinstance(error, Exception) and self.sample_retry is not None and divisible:
             # Single calls find the sample that raises.
             single = list(indices)
             samples, error = self.run_retrying(first, epoch, single)

@@ -233,6 +233,32 @@ class Scripted(Numbers):
         return index
 
 
+class Interrupted(Numbers):
+    """The first two calls for a whole batch are interrupted."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.calls: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.calls.append([*indices])
+        if len(self.calls) <= 2:
+            raise KeyboardInterrupt
+        return [*indices]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "workers": "thread"}])
+def test_an_interrupted_call_for_a_batch_is_no_bad_sample(workers: dict[str, Any]) -> None:
+    """Single calls would draw other random numbers."""
+    dataset = Interrupted(12)
+    iterator = iter(DataLoader(dataset, 4, errors="skip", **workers))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    assert next(iterator).tolist() == dataset.calls[2]
+    assert [len(call) for call in dataset.calls] == [4] * len(dataset.calls)
+
+
 @sweep(workers=WORKERS, on_error=["skip", "raise"], retries=[0, 1, 3])
 def test_every_attempt_is_judged_and_counted(
     workers: dict[str, Any], on_error: str, retries: int, tmp_path: Path
