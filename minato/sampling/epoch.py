@@ -565,11 +565,14 @@ class EpochPosition:
         if (instead := self._state_instead(spec)) is not None:
             return instead.to_plain()
         loaded, chosen = self._pending(), self._choice(nested(spec.index_sampler))
-        if loaded is not None:
+        last = self.last
+        # An iterator that persists is there, although no reference says so.
+        is_begun = last is not None and last.has_started and last.iterator is None
+        if loaded is not None and not is_begun:
             if chosen is not None and loaded.finished:
                 loaded = replace(loaded, epoch=chosen - 1, drawn_epoch=chosen)
             return loaded.to_plain()
-        last, draw = self.last, SamplerState(spec)
+        draw = SamplerState(spec)
         facts = signature(spec, draw)
         progress = None if last is None else last.progress.part or last.progress
         states = None if last is None else last.dataset_states

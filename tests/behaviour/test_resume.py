@@ -409,6 +409,18 @@ def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:
     assert indices(later) == expected
 
 
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+)
+def test_an_epoch_that_has_begun_after_a_state_is_the_one_that_is_saved(workers: Any) -> None:
+    """Torch's default generator has decided its order."""
+    loader = make(shuffle=True, **workers)
+    loader.load_state_dict(saved(make(shuffle=True)))
+    iterator = iter(loader)
+    state = saved(loader)
+    assert indices(resumed(state, make(shuffle=True))) == indices(iterator)
+
+
 # ---- refusals
 
 
