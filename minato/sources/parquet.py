@@ -127,7 +127,8 @@ class _RowGroups:
             )
         except (pa.ArrowException, OSError, KeyError) as error:
             raise SourceError(
-                f"cannot read row group {group.row_groups[0].id} of {shown_url(group.path)!r}: {described(error)}"
+                f"cannot read row group {group.row_groups[0].id} of {shown_url(group.path)!r}: {described(error)}. "
+                "If the file was written again meanwhile, make a new source and loader"
             ) from error
         return len(table), _rows_of(table)
 

@@ -352,6 +352,15 @@ def written(tmp_path: Path, reverses: bool, *columns: Any) -> list[str]:
     return files[::-1] if reverses else files
 
 
+def test_a_file_that_was_written_again_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    (file,) = written(tmp_path, False, ([*range(100)], pa.int64()))
+    stream = ParquetStream(file)
+    assert len(list(stream)) == 100
+    written(tmp_path, False, (["other"] * 7, pa.string()))
+    with pytest.raises(SourceError, match="written again meanwhile, make a new source and loader"):
+        list(stream)
+
+
 SECONDS = [datetime.timedelta(seconds=3)]
 DAY, TIME = datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 1, 5)
 FLAG, WHOLE = pa.bool_(), pa.int64()
