@@ -246,8 +246,11 @@ def be_worker_of_thread(info: WorkerInfo | None) -> None:
     _of_thread.info = info
 
 
-class as_worker:  # noqa: N801  # a context manager, without a generator: each batch enters one or two
-    """Be a worker in this thread, for torch's ``get_worker_info()``; None: be none, unless the process is one."""
+class AsWorker:
+    """Be a worker in this thread, for torch's ``get_worker_info()``; None: be none, unless the process is one.
+
+    Not a generator: each batch enters one or two.
+    """
 
     __slots__ = ("_before", "_info")
 

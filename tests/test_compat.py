@@ -382,15 +382,15 @@ def test_worker_info_is_that_of_the_thread_or_of_the_process(
         thread.start()
         thread.join()
 
-    with _compat.as_worker(outer):
+    with _compat.AsWorker(outer):
         assert get_worker_info() is torch.utils.data.get_worker_info() is outer
-        with pytest.raises(KeyError), _compat.as_worker(inner):
+        with pytest.raises(KeyError), _compat.AsWorker(inner):
             assert get_worker_info() is inner
             raise KeyError
         note_elsewhere()
         assert get_worker_info() is outer
         monkeypatch.setattr(worker, "_worker_info", of_process)
-        with _compat.as_worker(None):
+        with _compat.AsWorker(None):
             assert get_worker_info() is of_process
         note_elsewhere()
         assert get_worker_info() is outer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from minato._compat import as_worker
+from minato._compat import AsWorker
 from minato._core import Packer, WorkerLedger, now_ns
 from minato._core.codes import (
     END_BLOB,
@@ -423,7 +423,7 @@ class BatchWriter:
             samples = gather()
             lease.enter(FIRST_COLLATED - batch, now_ns())  # some may have run again
             # ``default_collate`` takes shared memory in workers, which threads do not need.
-            with self._bound(batch), as_worker(None):
+            with self._bound(batch), AsWorker(None):
                 result = self._collate_fn(samples)
             samples = None
             end_copy(self._owner, None)

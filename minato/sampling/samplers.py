@@ -663,7 +663,7 @@ def batch_maker(
         copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
     """
 
-    def make(given: Any, number: int = 0) -> Any:
+    def make(given: Any, number: int = 0) -> Any:  # the number is for what marks the batch
         kind = type(given)
         if batched and whole and kind is not list and not hasattr(kind, "__next__"):
             if divided is not None and kind not in LISTS:

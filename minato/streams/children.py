@@ -16,11 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato._compat import (
-    applies_state_later,
-    forget_loaded_state,
-    state_is_inexact,
-)
+from minato._compat import applies_state_later, forget_loaded_state, state_is_inexact
 from minato._core import mix_seed, now_ns
 from minato._support.counters import SharedIntegers, shared_integers
 from minato._support.items import (

@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
-from minato._compat import as_worker, close_ends_of_parent, forget_child_processes
+from minato._compat import AsWorker, close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
 from minato._fork_safety import check_owner, forget_in_children, signals_deferred, starting_worker
 from minato._support.pickling import holding_descriptors, is_unguarded, named_as_worker
@@ -316,7 +316,7 @@ class ThreadPool(WorkerPool):
         """Work as worker ``number``, in its thread, until there is nothing to do; returns as ``Worker.work``."""
         me = threading.current_thread()
         # No longer: a thread that sleeps does not refer to the dataset.
-        with as_worker(self.context.plan.worker_info(number)):
+        with AsWorker(self.context.plan.worker_info(number)):
             if me not in self._workers:
                 self._workers[me] = self.make_worker(number)
             return self._workers[me].work(_process_lives)

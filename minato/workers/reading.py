@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from minato._compat import (
+    AsWorker,
     ExceptionWrapper,
     WorkerInfo,
     applies_state_later,
-    as_worker,
     be_worker,
     be_worker_of_thread,
     forget_loaded_state,
@@ -614,7 +614,7 @@ class Host:
         generators = self._own_generators
         if generators is None:
             try:
-                with as_worker(info):
+                with AsWorker(info):
                     yield
             finally:
                 self._active = None
@@ -682,7 +682,7 @@ class Host:
         if self._active == number or number not in self._readers:
             return nullcontext()
         if self._is_thread and self._readers_plan.announces:
-            return as_worker(self._infos[number])
+            return AsWorker(self._infos[number])
         return self._identity(number) if self._swaps else nullcontext()
 
     @property

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from time import thread_time_ns
 from typing import Any
 
-from minato._compat import as_worker, be_worker_of_thread, worker_of_thread
+from minato._compat import AsWorker, be_worker_of_thread, worker_of_thread
 from minato._core import Histogram, now_ns
 from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
@@ -174,7 +174,7 @@ class ThreadReads(Reads):
         read.started_ns, cpu_ns = now_ns(), thread_time_ns()
         try:
             randomness = read.bound()
-            with as_worker(self._of_worker):
+            with AsWorker(self._of_worker):
                 read.value = self._get(read.index)
             read.asked = randomness.asked if randomness else 0
         except BaseException as error:  # the worker's thread decides whether it ends the worker

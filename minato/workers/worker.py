@@ -381,7 +381,13 @@ class Worker:
         if error is None:
             costs_ns = [self.runner.durations[0] // count] * count
             self.deliver_free(first, indices, results[0], costs_ns)
-        else:
+            return
+        if not isinstance(
+            error, Exception
+        ):  # an interruption, which single calls would not raise again
+            self._write_failed(first, epoch, indices[0], error, self.runner.durations[0])
+            first, indices = first + 1, indices[1:]
+        if indices:
             self.run_free(first, epoch, indices)
 
     def run_free(self, position: int, epoch: int, indices: list[object]) -> None:

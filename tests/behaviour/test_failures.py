@@ -234,15 +234,16 @@ class Scripted(Numbers):
 
 
 class Interrupted(Numbers):
-    """The first two calls for a whole batch are interrupted."""
+    """The first calls for a whole batch are interrupted."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, times: int = 2) -> None:
         super().__init__(size)
+        self.times = times
         self.calls: list[list[int]] = []
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         self.calls.append([*indices])
-        if len(self.calls) <= 2:
+        if len(self.calls) <= self.times:
             raise KeyboardInterrupt
         return [*indices]
 
@@ -257,6 +258,16 @@ def test_an_interrupted_call_for_a_batch_is_no_bad_sample(workers: dict[str, Any
             next(iterator)
     assert next(iterator).tolist() == dataset.calls[2]
     assert [len(call) for call in dataset.calls] == [4] * len(dataset.calls)
+
+
+@pytest.mark.parametrize("errors", ["raise", "skip"])
+def test_an_interrupted_call_for_free_samples_is_raised(errors: str) -> None:
+    dataset = Interrupted(12, times=1)
+    options = {"order": "arrival", "num_workers": 1, "workers": "thread", "errors": errors}
+    iterator = iter(DataLoader(dataset, 4, **options))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert flat(iterator) == list(range(4, 12))
 
 
 @sweep(workers=WORKERS, on_error=["skip", "raise"], retries=[0, 1, 3])

@@ -46,6 +46,17 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
     assert run(program) == in_turn(16, 2)
 
 
+def without_rank_1(rank: int, loader: Any, together: Any, folder: Path) -> Any:
+    """Go on, as rank 0, once the process of rank 1 has ended; returns the server of the pool."""
+    together.wait()
+    if rank == 1:
+        (folder / "ended").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    server = loader._minato_session._server
+    wait_until(lambda: server._ranks.slots[1].gone is not None)
+    return server
+
+
 def test_another_process_may_take_the_place_of_a_rank(tmp_path: Path) -> None:
     """It is told of no memory that it has not."""
     place = Slot(4096, 8192)
@@ -59,12 +70,7 @@ def test_another_process_may_take_the_place_of_a_rank(tmp_path: Path) -> None:
             return epochs, place in told
         batches = iter(loader)
         first = [next(batches)]
-        together.wait()
-        if rank == 1:
-            (tmp_path / "ended").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        server = loader._minato_session._server
-        wait_until(lambda: server._ranks.slots[1].gone is not None)
+        server = without_rank_1(rank, loader, together, tmp_path)
         server._ranks.arenas[0].given_back.append(place)
         first += [next(batches) for _ in range(5)]  # so many that one is fetched now
         assert (server._ranks.arenas[0].segment, place) in server.given_back()
@@ -89,12 +95,7 @@ def test_another_process_begins_the_epoch_that_a_rank_has_not_begun(tmp_path: Pa
             return [indices(loader) for _ in range(2)]
         epochs = [indices(loader)]
         batches = iter(loader) if rank == 0 else None
-        together.wait()
-        if rank == 1:
-            (tmp_path / "ended").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        server = loader._minato_session._server
-        wait_until(lambda: server._ranks.slots[1].gone is not None)
+        without_rank_1(rank, loader, together, tmp_path)
         return [*epochs, indices(batches), indices(loader)]
 
     with Job(program) as job:

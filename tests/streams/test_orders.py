@@ -385,7 +385,7 @@ class Lingering(Parts):
 
 
 def test_loaders_of_one_process_do_not_mix_up_their_readers() -> None:
-    """torch keeps one record of worker info for all threads."""
+    """Each thread has worker info of its own, and the main thread none."""
     in_threads = DataLoader(Lingering(20), 2, readers=4, num_workers=2, workers="thread")
     here = DataLoader(Lingering(30), 2, readers=3)
     without_readers = DataLoader(Lingering(40), 2)
