@@ -376,12 +376,12 @@ class EpochPosition:
     @property
     def epoch(self) -> int:
         """Number of the present or last epoch, that of a loaded state if there is one; -1 before the first."""
-        loaded = self._pending()
+        loaded = self._waiting()
         return self._number if loaded is None else loaded.epoch
 
     def seed_of(self, epoch: int) -> int | None:
         """The seed of another epoch of the last epoch's iterator, where torch drew it; None if it is unknown."""
-        seeds, loaded = self._seeds if self.last is None else self.last.seeds, self._pending()
+        seeds, loaded = self._seeds if self.last is None else self.last.seeds, self._waiting()
         if loaded is not None:
             seeds = Seeds(loaded.base_seed, loaded.drawn_epoch - loaded.epoch)
             seeds = None if loaded.finished else seeds
@@ -403,6 +403,12 @@ class EpochPosition:
             elif last.iterator is not None and last.iterator() is not None:
                 return None  # the rest is that iterator's, as long as it is there
         return self._loaded
+
+    def _waiting(self) -> LoaderState | None:
+        """The loaded state, unless an iterator has begun with it; one that persists is there without a reference."""
+        last = self.last
+        is_begun = last is not None and last.has_started and last.iterator is None
+        return None if is_begun else self._pending()
 
     def _may_predict(self) -> bool:
         if self.last is not None and not self.last.prefetches_next:
@@ -564,15 +570,12 @@ class EpochPosition:
         """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
         if (instead := self._state_instead(spec)) is not None:
             return instead.to_plain()
-        loaded, chosen = self._pending(), self._choice(nested(spec.index_sampler))
-        last = self.last
-        # An iterator that persists is there, although no reference says so.
-        is_begun = last is not None and last.has_started and last.iterator is None
-        if loaded is not None and not is_begun:
+        loaded, chosen = self._waiting(), self._choice(nested(spec.index_sampler))
+        if loaded is not None:
             if chosen is not None and loaded.finished:
                 loaded = replace(loaded, epoch=chosen - 1, drawn_epoch=chosen)
             return loaded.to_plain()
-        draw = SamplerState(spec)
+        last, draw = self.last, SamplerState(spec)
         facts = signature(spec, draw)
         progress = None if last is None else last.progress.part or last.progress
         states = None if last is None else last.dataset_states

@@ -418,6 +418,8 @@ def test_an_epoch_that_has_begun_after_a_state_is_the_one_that_is_saved(workers:
     loader.load_state_dict(saved(make(shuffle=True)))
     iterator = iter(loader)
     state = saved(loader)
+    position = loader._minato_position  # by which one sample is reproduced
+    assert (position.epoch, position.seed_of(0) is None) == (0, False)
     assert indices(resumed(state, make(shuffle=True))) == indices(iterator)
 
 
