@@ -78,8 +78,8 @@ class CostBatchSampler(Sampler[list[int]]):
         self.max_cost = max_cost
         self.epoch = 0
         self._costs = _checked(costs)
-        self._padded, self._max_size = padded, max_size or len(self._costs) or 1
-        self._seed = check_whole("seed", seed, None)
+        self.padded, self.max_size = padded, max_size or len(self._costs) or 1
+        self.seed = check_whole("seed", seed, None)
         self._indices = np.arange(len(self._costs))
         if (large := self._costs > max_cost).any() and oversized != "alone":
             if oversized == "raise":
@@ -92,7 +92,7 @@ class CostBatchSampler(Sampler[list[int]]):
         if pool is None:
             mean = float(self._costs[self._indices].mean()) if len(self._indices) else 0.0
             pool = int(min(_POOL_BATCHES * max(max_cost / mean, 1.0), 1 << 62)) if mean else 1 << 62
-        self._pool = pool
+        self.pool = pool
         self._cut: tuple[tuple[int, int], list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -111,12 +111,12 @@ class CostBatchSampler(Sampler[list[int]]):
         """Return the batches of all ranks: those of the first step, of the second, and so on."""
         key = self.epoch, self.num_replicas
         if self._cut is None or self._cut[0] != key:
-            random = np.random.default_rng(mix_seed(self._seed or 0, self.epoch, 0))
-            shuffles = self._seed is not None
+            random = np.random.default_rng(mix_seed(self.seed or 0, self.epoch, 0))
+            shuffles = self.seed is not None
             order = random.permutation(self._indices) if shuffles else self._indices
             batches: list[list[int]] = []
-            for start in range(0, len(order), self._pool):
-                batches += self._packed(order[start : start + self._pool])
+            for start in range(0, len(order), self.pool):
+                batches += self._packed(order[start : start + self.pool])
             ranks = self.num_replicas
             fill_steps(batches, ranks)
             steps = np.arange(len(batches) // ranks)
@@ -133,8 +133,8 @@ class CostBatchSampler(Sampler[list[int]]):
         ordered, batches, start, total = indices[by_cost].tolist(), [], 0, 0.0
         for number, cost in enumerate(costs[by_cost].tolist()):
             count = number - start
-            after = cost * (count + 1) if self._padded else total + cost
-            if count and (after > self.max_cost or count == self._max_size):
+            after = cost * (count + 1) if self.padded else total + cost
+            if count and (after > self.max_cost or count == self.max_size):
                 batches.append(ordered[start:number])
                 start, after = number, cost
             total = after

@@ -22,7 +22,10 @@ SAMPLES, BLOCKS, BATCHES = "samples", "blocks", "batches"
 Batches: TypeAlias = "list[list[Any]]"  # the indices of several batches
 PlainState: TypeAlias = "dict[str, Any]"  # the state of a loader, or a part of it, as plain data
 Places = npt.NDArray[np.int64]  # places of samples in an order
-_DECIDES = ("seed", "shuffle", "drop_last", "max_cost", "replacement")
+_DECIDES = (
+    *("seed", "shuffle", "drop_last", "replacement"),
+    *("max_cost", "max_size", "padded", "pool"),  # of a CostBatchSampler
+)
 """Attributes of samplers on which the order of an epoch may depend."""
 
 
@@ -222,5 +225,10 @@ class Dealing(NamedTuple):
 
     def facts(self) -> PlainState:
         """What decides the order that is divided, as plain data."""
-        known = ((name, plain(attribute(self.divides, name))) for name in _DECIDES)
-        return {name: value for name, value in known if isinstance(value, (bool, int, float))}
+        return order_facts(self.divides)
+
+
+def order_facts(sampler: object) -> PlainState:
+    """What decides the order of a sampler, as far as its attributes say, as plain data."""
+    known = ((name, plain(attribute(sampler, name))) for name in _DECIDES)
+    return {name: value for name, value in known if isinstance(value, (bool, int, float))}

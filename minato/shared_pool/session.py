@@ -14,12 +14,14 @@ from typing import Any
 from minato._distribution import __version__
 from minato._fork_safety import signals_deferred
 from minato._support.objects import attribute, length_of
+from minato._support.values import integer_of
 from minato._system import available_cores
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
 from minato.options import Observe, Options, StartingWorkers
+from minato.sampling.dealing import order_facts
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed, merged_ranks
 from minato.sampling.resume import is_stateful
@@ -236,11 +238,10 @@ class PoolSession:
             "dataset": type(spec.dataset).__qualname__,
             "len(dataset)": length_of(spec.dataset),
             "sampler": type(known).__qualname__,
-            "sampler.shuffle": attribute(known, "shuffle"),
-            "sampler.seed": attribute(known, "seed"),
+            **{f"sampler.{name}": value for name, value in order_facts(known).items()},
             "len(loader)": len(sampling.index_sampler),
-            "batch_size": sampling.batch_size,
-            "drop_last": sampling.drop_last,
+            "batch_size": integer_of(attribute(sampling.index_sampler, "batch_size")),
+            "drop_last": bool(attribute(sampling.index_sampler, "drop_last")),
             "order": sampling.order,
             "seed": sampling.seed,
             "transforms": spec.transforms.names,

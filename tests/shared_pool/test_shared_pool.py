@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from minato import AutoScale, DataLoader, ErrorPolicy, SharedPool
+from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
 from minato._core.segment import Segment
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
@@ -599,6 +599,26 @@ def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> Non
     def program(rank: int, together: Any) -> Any:
         loader = pooled(**{"dataset": Numbers(8), **(difference if rank else {})})
         return refused(loader, rank, together, words)
+
+    run(program)
+
+
+def batches_for(rank: int, size: int, drop_last: bool) -> BatchSampler:
+    return BatchSampler(DistributedSampler(Numbers(7), 2, rank, False, 0, drop_last), size, False)
+
+
+@mostly_slow(
+    ("make", "words"),
+    [
+        (lambda rank: CostBatchSampler([1] * 8, 3 - rank, shard=(rank, 2)), "sampler.max_cost=2, "),
+        (lambda rank: batches_for(rank, 8, rank == 1), "sampler.drop_last=True, "),
+        (lambda rank: batches_for(rank, 8 + rank, False), "batch_size=9, "),
+    ],
+)
+def test_samplers_that_give_as_many_batches_in_another_order(make: Any, words: str) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = pooled(Numbers(8), 1, batch_sampler=make(rank))
+        return refused(loader, rank, together, f"here it has {words}.*and there")
 
     run(program)
 
