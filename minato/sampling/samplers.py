@@ -244,8 +244,7 @@ def _has_rank(sampler: object) -> bool:
 
 def sampler_at_rank(sampler: Any, rank: int) -> Any:
     """Return a copy of a sampler, as another rank has it, with generators of its own in the same state."""
-    is_own = attribute(ranked(sampler), "rank") == rank
-    changes = {} if is_own else _own_generators(sampler, {})
+    changes = _own_generators(sampler, {})
     if _has_rank(sampler):
         return _changed(sampler, **{**changes, "rank": rank})
     name = "batch_sampler" if attribute(sampler, "sampler") is None else "sampler"
@@ -329,7 +328,11 @@ class InterleavedRanks:
         """Yield the batches. Raises ValueError if one rank has fewer batches than another."""
         ended = object()
         own = attribute(ranked(self.sampler), "rank")
-        samplers = {rank: sampler_at_rank(self.sampler, rank) for rank in self.ranks}
+        # Its own is none of the copies: what it keeps from one epoch to the next, such as a number, stays.
+        samplers = {
+            rank: self.sampler if rank == own else sampler_at_rank(self.sampler, rank)
+            for rank in self.ranks
+        }
         # Where nothing is drawn, another thread may use the default generators meanwhile.
         kinds = [*nested(self.sampler)]
         draws_nothing = all(is_exactly(each, DRAWS_NOTHING) for each in kinds)

@@ -162,6 +162,22 @@ def test_ranks_draw_with_generators_of_their_own(make: Callable[[], Any]) -> Non
     assert ([epoch[::2] for epoch in found], then) == drawn_by(lambda: list(alone))
 
 
+class Counting(DistributedSampler[int]):
+    """Sets its epochs by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+def test_a_sampler_goes_on_from_epoch_to_epoch() -> None:
+    first, *alone = (Counting(Numbers(8), 2, rank) for rank in (0, 0, 1))
+    both = InterleavedRanks(first, range(2))
+    for _ in range(3):
+        found = list(both)
+        assert [found[::2], found[1::2]] == list(map(list, alone))
+
+
 def test_ranks_shuffle_their_batches_alike() -> None:
     found = list(InterleavedRanks(Mixed(RankSampler(Numbers(8), 2, 0, False, 0, False)), range(2)))
     for first, second in zip(found[::2], found[1::2], strict=True):
