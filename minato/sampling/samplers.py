@@ -465,14 +465,18 @@ class Remaining:
         except IndexError:
             raise ValueError(OTHER_INDICES) from None
 
-    def _undivided(self) -> Iterable[object]:
+    def _undivided(self) -> Iterator[object]:
         if self._deals == BLOCKS:
-            return cast("Iterable[object]", self.sampler)
+            yield from self.sampler
+            return
         alone = {"rank": 0, "num_replicas": 1}
         for name in ("num_samples", "total_size"):
             if attribute(self.sampler, name) is not None:
                 alone[name] = self._length
-        return cast("Iterable[object]", _changed(self.sampler, **alone))
+        other = _changed(self.sampler, **alone)
+        yield from other
+        if (epoch := epoch_of([other])) != epoch_of([self.sampler]):  # it counts by itself
+            self.sampler.epoch = epoch
 
     def _all_batches(self) -> Batches:
         """Return the batches of all ranks: the first of each, then the second of each, and so on."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DistributedSampler, Sampler
 
 import minato
@@ -69,6 +70,24 @@ def test_two_ranks_go_on_as_three_and_as_one(order: str, num_workers: int) -> No
     for loader in (last, after):
         loader.set_epoch(1)
     assert sorted(flat(map(rows, last))) == sorted(flat(map(rows, after)))
+
+
+class Counting(DistributedSampler[int]):
+    """Sets its epochs by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+def test_a_sampler_that_counts_its_epochs_goes_on_after_a_merged_state() -> None:
+    first, second, whole = (
+        DataLoader(Numbers(SIZE), 4, sampler=Counting(Numbers(SIZE), 1, 0)) for _ in range(3)
+    )
+    got, states = begun([first], 2)
+    second.load_state_dict(minato.merge_states(states))
+    found = [[*map(torch.Tensor.tolist, got), *indices(second)], indices(second), indices(second)]
+    assert found == [indices(whole) for _ in range(3)]
 
 
 def test_indices_that_repeat_are_the_first_that_were_left() -> None:
