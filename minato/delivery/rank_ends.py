@@ -60,6 +60,8 @@ class Channel:
     otherwise with the last one.
 
     Attributes:
+        alike: What must be the same in all ranks, in words.
+        refused: Why this rank cannot take part.
         promised: Number of batches that this rank surely has; if it has ``ended``, in all.
         given: Number of batches that the training loop has.
         waits_since: Since when the training loop waits; None: it does not.
@@ -71,12 +73,15 @@ class Channel:
         has_left: … or the training loop has left it before.
     """
 
-    def __init__(self, name: str, rank: int, ranks: int, shortest: bool) -> None:
+    def __init__(self, name: str, rank: int, ranks: int, shortest: bool, alike: str = "") -> None:
         self.name, self.rank, self.ranks, self.shortest = name, rank, ranks, shortest
+        self.alike = alike
+        self.refused: str | None = None
         self.promised = self.given = self.agreed = 0
         self.ended = self.is_over = False
         self.waits_since: float | None = None
         self.error: str | None = None
+        self._is_met = False
         self.is_open = self.is_done = self.has_left = False
         self.has_told_end = False
         self._posted = 0
@@ -101,6 +106,10 @@ class Channel:
 
     def exchange(self, store: Store) -> None:
         """Tell the others, and hear of them."""
+        if not self._is_met:
+            self._meet(store)
+        if self.refused is not None:
+            return
         ended = self.ended  # first
         promised = self.promised
         self._post(store, promised, ended)
@@ -113,6 +122,16 @@ class Channel:
         if waits is not None and now - max(waits, self._looked) > _BEAT_S and not self.is_over:
             self._looked = now
             self.error = self._missing(store, now, now - waits)
+
+    def _meet(self, store: Store) -> None:
+        """Compare what must be alike with that of the rank that came first."""
+        theirs = store.compare_set(f"{self.name}/alike", "", self.alike).decode()
+        if theirs != self.alike:
+            self.refused = (
+                f"rank {self.rank} begins {self.alike}, and another rank {theirs}: make and iterate loaders with "
+                "epoch_end= alike in all ranks"
+            )
+        self._is_met = True
 
     def _post(self, store: Store, promised: int, ended: bool) -> None:
         if self.shortest:
@@ -182,7 +201,8 @@ class Channel:
     def close(self, store: Store) -> bool:
         """Take leave; returns whether that is all: rank 0, which may host the store, clears it after all others."""
         if not self.has_told_end:
-            self._post(store, self.promised, self.ended)
+            if self.refused is None:
+                self._post(store, self.promised, self.ended)
             if self.has_left:
                 store.add(f"{self.name}/left/{self.rank}", 1)
             # The last that other ranks ask of the store: from then on that of rank 0 may end.
@@ -194,7 +214,7 @@ class Channel:
             return False
         of_ranks = (f"{kind}/{i}" for kind in ("rank", "left") for i in range(self.ranks))
         rings = (f"all/{i}" for i in range(_RING)) if self.shortest else ()
-        for key in ("ended", "over", *of_ranks, *rings):
+        for key in ("alike", "ended", "over", *of_ranks, *rings):
             store.delete_key(f"{self.name}/{key}")
         return True
 
@@ -448,9 +468,10 @@ class EvenEnds(Layer):
             own = vars(self)
             if "_number" not in own:  # by one call, which no signal's handler interrupts
                 own.update(zip(["_number"], service.numbers, strict=False))
+            readers = 0 if self._epoch.readers is None else self._epoch.readers.count
+            alike = f"epoch {self._epoch.number} of {readers} readers by {self._epoch_end!r}"
             shortest = self._epoch_end == "shortest"
-            name = f"{self._number}/{self._epoch.number}/{shortest:d}"
-            channel = Channel(name, rank, ranks, shortest)
+            channel = Channel(str(self._number), rank, ranks, shortest, alike)
             # At once: a signal's handler may raise at any line, and another rank counts alike.
             own.update(_channel=channel, _service=service)
         if not channel.is_open:
@@ -479,8 +500,9 @@ class EvenEnds(Layer):
             if self._queue and self._queue[0] is given:
                 self._queue.popleft()
             self._given, channel.given = None, channel.given + 1
-        if service.failure is not None and not service.turns:
-            raise RuntimeError(service.failure)
+        why = channel.refused or (None if service.turns else service.failure)
+        if why is not None:
+            raise RuntimeError(why)
         while not self._has_ended and len(self._queue) <= AHEAD:
             self._pull()
         if not channel.ended:
@@ -533,7 +555,7 @@ class EvenEnds(Layer):
                     service.failure = (
                         f"rank 0 and its store have not answered for {_SILENT_S:.0f} seconds"
                     )
-                why = channel.error or service.failure
+                why = channel.refused or channel.error or service.failure
                 if why is not None:
                     raise RuntimeError(why)
                 if channel.waits_since is None:

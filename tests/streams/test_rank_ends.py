@@ -322,21 +322,21 @@ def test_each_of_two_processes_of_one_rank_is_told() -> None:
         assert "another process takes part as rank 1 of 2" in each["error"]
 
 
-def test_ranks_that_disagree_on_the_end_are_told(
-    in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("modes", "readers"), [(("shortest", "pad"), (2, 2)), (("pad", "pad"), (2, 4))]
+)
+def test_ranks_whose_loaders_differ_are_told(
+    modes: Any, readers: Any, in_ranks: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_ends, "_BEAT_S", 0.01)
-    together = threading.Barrier(2)
 
-    def one_rank(rank: int) -> None:
-        wait_until(lambda: rank_ends._services[rank, 2].turns > 0)
-        together.wait(60)
-        monkeypatch.setattr(rank_ends, "_LONGEST_S", 1.0)
-        with pytest.raises(RuntimeError, match="loaders with epoch_end= alike in all ranks"):
-            list(loader_of(Uneven([9, 9]), ("shortest", "pad")[rank], rank))
-        together.wait(60)
+    def one_rank(rank: int) -> str:
+        with pytest.raises(RuntimeError) as told:
+            list(loader_of(Uneven([9] * readers[rank]), modes[rank], rank))
+        return str(told.value)
 
-    in_ranks(2, one_rank)
+    for words in (r"rank \d begins epoch 0 of .* and another rank epoch 0 of", "has left it"):
+        assert any(re.search(words, told) for told in in_ranks(2, one_rank))
 
 
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
