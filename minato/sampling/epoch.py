@@ -441,13 +441,15 @@ class EpochPosition:
         begin = functools.partial(Epoch, spec, prefetches_next=predicts, before=draw)
         if loaded is not None and not loaded.finished:
             state = loaded if done is None else replace(loaded, done=done)
-            if (of_sampler := state.draw.get("epoch")) is not None:
-                set_sampler_epoch(samplers, of_sampler)
+            _restore_sampler_epoch(samplers, state)
             epoch = begin(state.epoch, drawn_epoch=state.drawn_epoch, state=state)
         else:
             number, drawn_epoch = self._next(samplers, persists)
             restored = False
             if loaded is not None:
+                if self._choice(samplers) is None:
+                    _restore_sampler_epoch(samplers, loaded)
+                    self._sampler_epoch = epoch_of(samplers)
                 self._loaded = replace(loaded, epoch=number - 1, drawn_epoch=drawn_epoch)
                 draw = SamplerState(spec)
                 draw.load(loaded.draw)
@@ -483,6 +485,8 @@ class EpochPosition:
         elif sets_epoch and readers.set_epoch is None:
             if loaded is not None and goes_on:
                 readers.set_epoch = loaded.epoch
+            elif loaded is not None and of_dataset == self._dataset_epoch:
+                readers.set_epoch = loaded.drawn_epoch or None  # chosen before the state was taken
             elif last is not None and of_dataset != self._dataset_epoch:
                 readers.set_epoch = of_dataset
             elif last is not None and last.readers is not None:
@@ -573,7 +577,8 @@ class EpochPosition:
         loaded, chosen = self._waiting(), self._choice(nested(spec.index_sampler))
         if loaded is not None:
             if chosen is not None and loaded.finished:
-                loaded = replace(loaded, epoch=chosen - 1, drawn_epoch=chosen)
+                drawn = {**loaded.draw, "epoch": epoch_of(nested(spec.index_sampler))}
+                loaded = replace(loaded, epoch=chosen - 1, drawn_epoch=chosen, draw=drawn)
             return loaded.to_plain()
         last, draw = self.last, SamplerState(spec)
         facts = signature(spec, draw)
@@ -625,6 +630,7 @@ class EpochPosition:
         self._may_predict()
         self._loaded = loaded
         self._chosen = self.last = self._seeds = None
+        self._dataset_epoch = _dataset_epoch(spec.dataset)
         # So that a later set_epoch() of the sampler is noticed whatever its number.
         samplers = nested(spec.index_sampler)
         if _set_seeded(samplers, loaded.epoch):
@@ -667,6 +673,12 @@ def _dataset_epoch(dataset: object) -> int | None:
     """The epoch that an iterable dataset with ``set_epoch`` has, if it shows it."""
     epoch = attribute(dataset, "epoch") if _sets_epoch(dataset) else None
     return value if epoch is not None and isinstance(value := plain_value(epoch), int) else None
+
+
+def _restore_sampler_epoch(samplers: Sequence[object], state: LoaderState) -> None:
+    of_sampler: Any = state.draw.get("epoch")
+    if of_sampler is not None:
+        set_sampler_epoch(samplers, of_sampler)
 
 
 def _set_seeded(samplers: Sequence[object], epoch: int) -> bool:

@@ -200,7 +200,12 @@ class SamplerState:
         """Return the present states. Between epochs, they decide the order of the next one."""
         # torch's default generator belongs to the program.
         own = [None, *self._generator_states()[1:]]
-        return {**self._state, "before_iter": own, "samplers": self._sampler_states()}
+        return {
+            **self._state,
+            "epoch": epoch_of(self.samplers),
+            "before_iter": own,
+            "samplers": self._sampler_states(),
+        }
 
     def taken(self) -> dict[str, Any]:
         """Return the states that were taken, or raise what ``state_dict()`` of a sampler or its iterator raised."""

@@ -394,6 +394,27 @@ def test_an_epoch_that_was_chosen_before_the_state_draws_what_it_would_have() ->
     assert content(later) == expected
 
 
+@pytest.mark.parametrize("chosen", [None, 4])
+def test_a_sampler_has_the_epoch_that_it_had_between_two_epochs(chosen: int | None) -> None:
+    """One that was chosen for the next epoch, too."""
+
+    def loader() -> Any:
+        numbers = range(20)
+        return DataLoader(numbers, 5, sampler=data.DistributedSampler(numbers, 2, 1))
+
+    first, later, chosen_later = loader(), loader(), loader()
+    first.set_epoch(2)
+    before = plain(first)
+    if chosen is not None:
+        first.set_epoch(chosen)
+    state = saved(first)
+    expected = plain(first)
+    assert (expected == before) is (chosen is None)
+    assert plain(resumed(state, later)) == expected
+    resumed(state, chosen_later).batch_sampler.sampler.set_epoch(7)
+    assert plain(resumed(saved(chosen_later), loader())) == plain(chosen_later) != expected
+
+
 def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:
     torch.manual_seed(5)
     first = make(shuffle=True)
