@@ -140,7 +140,10 @@ class Epoch:
         self._spec = spec
         self._state = state
         self._restored = restored
-        self._default = None if state is None else torch.default_generator.get_state()
+        is_programs = spec.streams and spec.persists_datasets and not spec.has_workers
+        self._default: torch.Tensor | None = None
+        if state is not None and not is_programs:  # whose iterator draws again from where it began
+            self._default = torch.default_generator.get_state()
         self.draw = SamplerState(spec, before)
         if state is not None and state.stands_for_all:
             state = self._state = replace(state, done=self._first_batches(state))
@@ -219,18 +222,23 @@ class Epoch:
         spec, state = self._spec, self._state
         begin: Callable[[], Source] = functools.partial(self._from_start, indices)
         readers = self.readers
-        if readers is not None:
-            self.progress.readers = readers
-            readers.prefix, readers.beyond = self.progress.prefix, self.progress.beyond
-            self._state = self._default = None
-            return IndexBatches(readers.source, readers.again, self.progress.requested)
         try:
-            if spec.replay is not None or state is not None:
+            if readers is not None:  # they draw nothing from these generators, but later epochs do
+                if state is None:
+                    self.draw.before_first(indices)
+                else:
+                    self.draw.redraw(state.draw)
+            elif spec.replay is not None or state is not None:
                 source = self._source(state)
                 begin = lambda: source  # noqa: E731
         finally:
             if self._default is not None:
                 torch.default_generator.set_state(self._default)
+        if readers is not None:
+            self.progress.readers = readers
+            readers.prefix, readers.beyond = self.progress.prefix, self.progress.beyond
+            self._state = self._default = None
+            return IndexBatches(readers.source, readers.again, self.progress.requested)
         path = spec.record_order
         if path is not None:
             first = self.progress.done().batches

@@ -27,6 +27,7 @@ from tests.streams.streams import (
     STREAMS,
     Cursor,
     DatasetState,
+    Draws,
     EpochState,
     IteratorState,
     Raises,
@@ -322,6 +323,48 @@ def test_set_epoch_holds_after_a_resumed_epoch_as_if_it_had_run_through(stream: 
     again = resumed(state, make_one())
     assert (numbers(again), numbers(again)) == rest
     assert len(head + rest[0]) == len(rest[1])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_was_chosen_before_the_state_reaches_the_copies(num_workers: int) -> None:
+    def make_one() -> Any:
+        return DataLoader(Split(SIZE), 4, num_workers=num_workers, readers=2)
+
+    first, chosen_later = make_one(), make_one()
+    numbers(first)
+    first.set_epoch(3)
+    state = saved(first)
+    later = resumed(state, make_one())
+    assert saved(later) == state
+    for _ in range(2):
+        assert numbers(later) == numbers(first)
+    resumed(state, chosen_later).dataset.set_epoch(5)
+    assert {number // 1000 for number in numbers(chosen_later)} == {5}
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_epochs_after_a_resumed_one_draw_as_if_it_had_run_through(
+    num_workers: int, has_generator: bool
+) -> None:
+    """The seeds of readers follow from ``generator=``, or from torch's generator, which the program restores."""
+
+    def make_one() -> Any:
+        generator = torch.Generator().manual_seed(7) if has_generator else None
+        return DataLoader(Draws(SIZE), 4, readers=2, num_workers=num_workers, generator=generator)
+
+    torch.manual_seed(3)
+    through = make_one()
+    expected = [items(through) for _ in range(3)]
+    torch.manual_seed(3)
+    first = make_one()
+    items(first)
+    got, state = items(itertools.islice(first, 2)), saved(first)
+    of_torch = torch.get_rng_state()
+    torch.manual_seed(4)
+    later = resumed(state, make_one())
+    torch.set_rng_state(of_torch)
+    assert [got + items(later), items(later)] == expected[1:]
 
 
 @pytest.mark.parametrize("sets_epoch", [False, True])
@@ -651,6 +694,22 @@ def test_a_state_that_is_asked_for_within_a_batch_changes_nothing(readers: int) 
     assert random.getstate() == drawn
     for done, state in enumerate(states):
         assert list(resumed(state, make(list))) == expected[done:]
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_another_thread_may_ask_for_the_state_of_readers_in_this_one(readers: int) -> None:
+    """It cannot save their generators, which are the main thread's, and the state must not be without them."""
+
+    def make_one() -> Any:
+        return DataLoader(IteratorState(SIZE), 4, readers=readers, seed=1)
+
+    expected, loader = items(make_one()), make_one()
+    iterator = iter(loader)
+    got, states = items(itertools.islice(iterator, 3)), list[Any]()
+    thread = threading.Thread(target=lambda: states.append(saved(loader)))
+    thread.start()
+    thread.join()
+    assert got + items(resumed(states[0], make_one())) == expected
 
 
 class Locked(DatasetState):
