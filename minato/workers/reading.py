@@ -876,10 +876,13 @@ class Host:
         reader = self._readers[number]
         if number not in self._epochs or not reader.keeps_state:
             return None
-        # Who asks within a turn, such as the handler of a signal, cannot be another reader meanwhile.
-        if reader.at > ordinal or reader.is_torn or self._active is not None:
-            return copy.deepcopy(self._firsts.get(number))
-        if self._own_generators is None:
+        first, generators = self._firsts.get(number), self._own_generators
+        # Who asks within a turn, such as the handler of a signal, or in another thread than the generators' cannot be
+        # another reader meanwhile.
+        is_elsewhere = generators is None and first is not None and first.generators is not None
+        if reader.at > ordinal or reader.is_torn or self._active is not None or is_elsewhere:
+            return copy.deepcopy(first)
+        if generators is None:
             return reader.state()
         with self._identity(number):
             return self._present(reader)
