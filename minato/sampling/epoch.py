@@ -493,10 +493,10 @@ class EpochPosition:
         elif sets_epoch and readers.set_epoch is None:
             if loaded is not None and goes_on:
                 readers.set_epoch = loaded.epoch
-            elif loaded is not None and of_dataset == self._dataset_epoch:
-                readers.set_epoch = loaded.drawn_epoch or None  # chosen before the state was taken
-            elif last is not None and of_dataset != self._dataset_epoch:
+            elif (loaded or last) is not None and of_dataset != self._dataset_epoch:
                 readers.set_epoch = of_dataset
+            elif loaded is not None:
+                readers.set_epoch = loaded.drawn_epoch or None  # chosen before the state was taken
             elif last is not None and last.readers is not None:
                 readers.set_epoch, readers.is_told = last.readers.set_epoch, True
         self._dataset_epoch = of_dataset

@@ -342,6 +342,17 @@ def test_an_epoch_that_was_chosen_before_the_state_reaches_the_copies(num_worker
     assert {number // 1000 for number in numbers(chosen_later)} == {5}
 
 
+def test_an_epoch_of_the_dataset_goes_before_that_in_its_state() -> None:
+    def make_one() -> Any:
+        return DataLoader(EpochState(SIZE), 4, num_workers=2, persistent_workers=True)
+
+    first = make_one()
+    numbers(first)
+    for loader in (resumed(saved(first), make_one()), first):
+        loader.dataset.set_epoch(5)
+        assert {number // 1000 for number in numbers(loader)} == {5}
+
+
 @pytest.mark.parametrize("has_generator", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_epochs_after_a_resumed_one_draw_as_if_it_had_run_through(
