@@ -24,7 +24,7 @@ from minato._support.values import (
     traceback_of,
     type_name,
 )
-from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, is_refused, warn
+from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, is_refused, shortened, warn
 
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these
     from minato.sampling.progress import Progress
@@ -244,6 +244,12 @@ class FailureHandler(NamedTuple):
                 result = self.on_error(failure)
             except Exception as raised:
                 error = raised
+                if not (
+                    raised is failure.error or raised.__context__ or raised.__suppress_context__
+                ):
+                    raised.__cause__ = shortened(
+                        failure.error
+                    )  # else nobody sees what it was about
         kept = "skipped" if result is SKIP else "substituted"
         self.log.append(failure, kept if error is None else "raised")
         if self.on_error == "skip":

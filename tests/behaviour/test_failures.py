@@ -10,6 +10,7 @@ import os
 import random
 import tempfile
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -186,8 +187,10 @@ def test_substitutes(workers: dict[str, Any], order: str) -> None:
 def test_a_function_may_skip_or_raise(workers: dict[str, Any]) -> None:
     iterator = iter(DataLoader(Flawed(), 4, errors=choosy, **workers))
     assert next(iterator)[0].tolist() == [0, 1, 2]
-    with pytest.raises(KeyError, match="four"):
+    with pytest.raises(KeyError, match="four") as told:
         next(iterator)
+    text = "".join(traceback.format_exception(told.value))
+    assert "sample 4 is torn" in text  # what the function was called for
     assert next(iterator)[0].tolist() == [8, 9, 10, 11]
 
 
