@@ -140,8 +140,9 @@ def _positive_seconds(name: str, value: object) -> Any:
 
 def _percentile(name: str, value: object) -> Any:
     value = check_number(name, value)
-    if value is not None and not 0 < value < 100:
-        raise ValueError(f"{name}={value} is not between 0 and 100")
+    if value is not None and not 1 <= value < 100:
+        meant = f": did you mean {100 * value:g}?" if 0 < value < 1 else ""
+        raise ValueError(f"{name}={value} is not between 1 and 100{meant}")
     return value
 
 
@@ -717,7 +718,7 @@ class StragglerPolicy(_Group):
         ValueError, TypeError: A value or a combination is not possible.
     """
 
-    percentile: float | None = option(None, "between 0 and 100", _percentile)
+    percentile: float | None = option(None, "between 1 and 100", _percentile)
     after_s: float | None = option(None, "seconds above 0", _positive_seconds)
     history: str | os.PathLike[str] | None = option(None, "path", _path)
 
@@ -790,7 +791,7 @@ class FetchOptions(_Group):
     concurrency: int = option(1, "1 or more", _given_whole(1))
     max_in_flight: int | None = option(None, "the number of workers or more", _whole(1))
     slow_start: int | None = option(None, "batches, 1 or more", _whole(1))
-    hedge_percentile: float | None = option(None, "between 0 and 100", _percentile)
+    hedge_percentile: float | None = option(None, "between 1 and 100", _percentile)
     counters: Counters | None = field(default=None, init=False, repr=False, compare=False)
     """None for a plain ``fetch_concurrency=N``, which has no report."""
 

@@ -117,7 +117,10 @@ _PADDED = (
 _PADDED_PARTS = "Return lists and tuples of one length, or tensors, which are padded."
 _PADDED_LISTS = "Return lists of one length, or tensors and collate_fn=minato.PadCollate(), which pads each batch."
 _SAME_KEYS = "Return the same keys for every sample, or pass a collate_fn of your own."
-_A_VALUE = "Return a value from dataset and transforms. To leave a sample out, raise there and pass errors='skip'."
+_A_VALUE = (
+    "Return a value from dataset and transforms, or pass a collate_fn of your own. To leave a sample out, raise there "
+    "and pass errors='skip', or return minato.SKIP from the function for errors."
+)
 _KNOWN = (
     "Return tensors, arrays, numbers or texts, and lists, tuples or dictionaries of these; or pass a collate_fn of "
     "your own."

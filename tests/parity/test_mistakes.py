@@ -324,6 +324,16 @@ OWN = {
             "TypeError: transforms must be a list of callables", "not 3", transforms=3
         ),
         "pin_memory": row("pin_memory='inplace'", "did you mean 'in_place'?", pin_memory="inplace"),
+        "percentile as a share": Mistake(
+            lambda make: minato.StragglerPolicy(percentile=0.9),
+            ("percentile=0.9", "between 1 and 100", "did you mean 90?"),
+        ),
+        "errors with a function that returns none": row(
+            *("index 2", "None", "return minato.SKIP"),
+            dataset=BadSample(4, BAD),
+            errors=lambda failure: None,
+            **BATCH,
+        ),
         "ranks": Mistake(
             lambda make: Readers(4, ranks="atuo"),
             ("ranks='atuo'", "integer", "did you mean 'auto'?"),

@@ -233,7 +233,7 @@ def test_worker_processes_report_too() -> None:
         (0, {}, {}, "concurrency=0 is too small"),
         (2, {"max_in_flight": 0}, {}, "max_in_flight=0 is too small"),
         (2, {"slow_start": 0}, {}, "slow_start=0 is too small"),
-        (2, {"hedge_percentile": 100}, {}, "hedge_percentile=100 is not between"),
+        (2, {"hedge_percentile": 100}, {}, "hedge_percentile=100 is not between 1 and 100$"),
         (
             1,
             {"hedge_percentile": 95},
