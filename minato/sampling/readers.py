@@ -627,9 +627,10 @@ class EpochReaders:
         others = self.count - len(idle)
         if is_over and idle and others and -2 not in self._told:
             self._told.add(-2)
+            less = " or less" if others > 1 else ""
             return (
                 f"{len(idle)} of {len(ends)} readers received nothing, the first one reader {idle[0]}: the dataset has "
-                f"fewer parts than readers, so give readers={others} or less"
+                f"fewer parts than readers, so give readers={others}{less}"
             )
         return None
 

@@ -40,7 +40,7 @@ _HEADERS_BYTES = 64 << 10  # read-ahead in a tar file
 _REFUSED = re.compile(
     r"status code: 4(?!08|25|29)\d\d|os error (1|2|13|20|21|22|27|28|30|36|40|122)\)|builder error"
     r"|canonicalize"  # a directory that does not exist
-    r"|Operation not supported|Content-Length Header missing"
+    r"|Generic URL error|Operation not supported|Content-Length Header missing"
 )
 """In the text of an error: the server, the file system or the client refused the request, and would do so again."""
 _SILENCE_S = 300.0
@@ -121,6 +121,10 @@ class Objects(KeyedSource):
         text = super().describe_error(error).partition("\n\nDebug source")[0]
         if "http://" in text and "builder error" in text:
             text += ": an address without TLS needs client_options={'allow_http': True}"
+        if "without a base" in text:
+            text += ": write a directory as 'file:///directory'"
+        if "config prefix" in text:  # a setting that is no setting of the store
+            text += ": options of the connection belong to client_options, as {'allow_http': True}"
         return text
 
     def read_value(self, key: Any) -> bytes:

@@ -23,7 +23,7 @@ except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
 from minato._support.counters import Counters, SharedIntegers, shared_integers
-from minato._support.values import message_of
+from minato._support.values import message_of, text_of
 from minato.checks import check_shard, check_whole, given_whole, refuse_one
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place, described, shown_url
@@ -57,6 +57,10 @@ class _RowGroups:
     ) -> None:
         self.files = Place(files) if isinstance(files, (str, Env)) else files
         refuse_one("columns", columns)
+        if not (where is None or isinstance(where, ds.Expression)):
+            raise TypeError(
+                f"where={text_of(where)}: give a condition, as pyarrow.dataset.field('label') > 3"
+            )
         self._columns = None if columns is None else list(columns)
         self._where, self._filesystem = where, filesystem
         self._paths: list[str] | None = None

@@ -48,9 +48,13 @@ def split(
     Raises:
         ValueError: A share is no whole number, lists differ in length, or there are more folds than keys, entities, or
             keys of the largest class.
-        TypeError: Keys, labels or entities have no order, or one of them cannot be compared.
+        TypeError: ``shares`` has no names; keys, labels or entities have no order, or one of them cannot be compared.
         ModuleNotFoundError: scikit-learn is not installed.
     """
+    if not isinstance(shares, Mapping):
+        raise TypeError(
+            f"shares={text_of(shares)} have no names: give a dictionary, as {{'train': 8, 'test': 2}}"
+        )
     sizes = [number_of(share) or 0 for share in shares.values()]
     if not sizes or not all(1 <= size < math.inf and size == int(size) for size in sizes):
         raise ValueError(

@@ -162,6 +162,12 @@ class SQLite(TableSource):
         passes = getattr(error, "sqlite_errorcode", 0) % 256 in _TRANSIENT
         return super().is_transient(error) and (passes or not isinstance(error, sqlite3.Error))
 
+    def describe_error(self, error: Exception) -> str:
+        text = super().describe_error(error)
+        if text.endswith(f"no such column: {self.table}.{self.key}"):
+            text += ": key= names the column of the keys"
+        return text
+
     def query(self, text: str, *arguments: object) -> list[Row]:
         with held_off_forks():  # a child would inherit the locks of SQLite itself
             return super().query(text, *arguments)

@@ -192,6 +192,8 @@ def test_what_only_looks_as_if_it_might_pass(tmp_path: Path) -> None:
         )
         with pytest.raises(SourceError, match=r"cannot read key 3: .* Could not decode to UTF-8"):
             source.get(3)
+        with pytest.raises(SourceError, match=r"no such column: samples.name: key= names the col"):
+            len(SQLite(path, "samples", "name"))
         assert source.retries == 0
 
 

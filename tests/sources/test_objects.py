@@ -177,8 +177,12 @@ def test_what_this_machine_refuses_is_asked_for_once(tmp_path: Path) -> None:
         ("http://127.0.0.1:9/data", "whole", r"needs client_options={'allow_http': True}$"),
         (f"file://{tmp_path}", "x" * 600, "File name too long"),
         (f"file://{tmp_path}/missing", "x", "missing"),
+        (f"{tmp_path}", "x", "write a directory as 'file:///directory'$"),
+        ("ftp://box/data", "x", "ftp://box/data"),
+        ("s3://box/data", "x", r"belong to client_options, as {'allow_http': True}$"),
     ):
-        source = Objects(url, **THRICE)
+        options = {"allow_http": True} if url.startswith("s3") else {}
+        source = Objects(url, **THRICE, **options)
         with pytest.raises(SourceError, match=words):
             source.get(key)
         assert source.retries == 0

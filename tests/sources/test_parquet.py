@@ -8,7 +8,7 @@ import decimal
 import itertools
 import pickle
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 import numpy as np
@@ -297,6 +297,8 @@ def test_columns_that_are_not_there_are_named_before_a_read(folder: Path, wrong:
         next(iter(ParquetStream(str(folder), **wrong)))
     with pytest.raises(SourceError, match=r"\bprice\b.*the files have the columns id, x, ragged"):
         len(Parquet(str(folder), **wrong))
+    with pytest.raises(TypeError, match=r"where='id > 3': give a condition, as pyarrow"):
+        Parquet(str(folder), where=cast(Any, "id > 3"))
     parts = ParquetStream(str(folder), ["nested.a", "__filename"])
     assert set(next(iter(parts))) == {"a", "__filename"}
 

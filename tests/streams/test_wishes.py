@@ -93,9 +93,11 @@ def test_one_reader_reads_once_and_all_workers_transform(order: str) -> None:
 
 @either
 def test_a_reader_without_items_is_told(workers: dict[str, Any]) -> None:
-    words = "1 of 3 readers received nothing, the first one reader 0"
+    words = "1 of 3 readers received nothing, the first one reader 0: .* give readers=2 or less$"
     with pytest.warns(MinatoWarning, match=words):
         assert sorted(numbers(DataLoader(Split(2), BATCH, readers=3, **workers))) == [0, 1]
+    with pytest.warns(MinatoWarning, match="1 of 2 readers .* give readers=1$"):
+        list(DataLoader(Split(1), BATCH, readers=2, **workers))
 
 
 # ---- skipping
