@@ -22,6 +22,9 @@ from minato.errors import add_note, not_the_end, outside
 
 Kinds: TypeAlias = tuple[type[BaseException], ...]
 
+BEFORE_SAMPLES = "before the first sample of this worker"
+"""Ends the note on what ``worker_init_fn`` has raised, which is the error of each sample, and of none."""
+
 
 def noted(error: BaseException, explanation: str = "") -> BaseException:
     """Add an explanation to an exception, if there is one, and return it."""
@@ -218,6 +221,9 @@ class BlobWriter:
         self, batch: int, place: int, error: BaseException, index: object, state: GetState | None
     ) -> None:
         """Attach the exception of a sample, with the state of the dataset after it if there is one."""
+        with suppress(Exception):  # of a class that has notes of its own
+            if any(note.endswith(BEFORE_SAMPLES) for note in getattr(error, "__notes__", ())):
+                index = None
         if isinstance(error, StopIteration):
             error = not_the_end("a batch" if index is None else name_of(index), error)
         described = self.errors.wrap(error)

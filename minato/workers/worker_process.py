@@ -40,7 +40,7 @@ from minato._support.items import item_of
 from minato._support.objects import Search, module_of
 from minato._support.pickling import ForChild, Snapshot, take_own_name
 from minato._system import process_usage
-from minato.batching.blobs import ErrorTransport, wrapped
+from minato.batching.blobs import BEFORE_SAMPLES, ErrorTransport, wrapped
 from minato.batching.collate import RunAgain
 from minato.batching.serialization import Store, StoredIndices
 from minato.batching.writer import BatchWriter
@@ -338,11 +338,9 @@ def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Excep
             plan.init_fn(plan.identity(number)[0])
         step = "the dataset's load_state_dict()"
         plan.restore_dataset(number)
-    except StopIteration as stop:
-        failure = not_the_end(step, stop)
     except Exception as error:
-        add_note(error, f"  raised by {step}, before the first sample of this worker")
-        failure = error
+        failure = not_the_end(step, error)
+        add_note(failure, f"  raised by {step}, {BEFORE_SAMPLES}")
     except BaseException as error:
         end_copy(owner, error)
         raise

@@ -254,6 +254,7 @@ def test_worker_init_fn_that_raises_is_the_error_of_each_batch(workers: dict[str
         found, errors = drain(loader)
         assert (found, len(errors)) == ([], 6)
         assert {type(error) for error in errors} == {kind}
+        assert not any(hasattr(error, "__notes__") for error in errors)  # which would name a sample
     assert "worker_init_fn raised StopIteration" in str(errors[0])
 
 
