@@ -21,6 +21,9 @@ _RANK_ATTRIBUTES = (("rank", "world_size"), ("rank", "num_replicas"), ("rank", "
 _NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable")
 """Python's words for an object without a method that datasets have."""
 
+_SAMPLE = re.compile(r"raised by the sample with index (\d+)")
+"""The note on an error that names its sample."""
+
 
 def refuse_class(name: str, value: type) -> NoReturn:
     """Raise TypeError: a class would be called or compared in place of its object."""
@@ -57,7 +60,9 @@ def did_you_mean(value: object, choices: Iterable[object]) -> str:
 
 
 def explain_dataset(dataset: object, error: BaseException) -> None:
-    """Add a note to the error of an object that is no dataset: its type, its lack, and the remedy."""
+    """Add a note to the error of an object that is no dataset, or has not the sample that a sampler asked for."""
+    if isinstance(error, IndexError):
+        _explain_index(dataset, error)
     lack = _NO_DATASET.search(message_of(error)) if isinstance(error, TypeError) else None
     if lack is None:
         return
@@ -66,6 +71,19 @@ def explain_dataset(dataset: object, error: BaseException) -> None:
         note = _note_on(dataset, needed)
         if note is not None:
             add_note(error, note)
+
+
+def _explain_index(dataset: object, error: IndexError) -> None:
+    notes = getattr(error, "__notes__", ())
+    with contextlib.suppress(Exception):  # of a dataset without a length
+        length = len(dataset)  # type: ignore[arg-type]
+        for index in [int(found[1]) for found in map(_SAMPLE.fullmatch, notes) if found]:
+            if index >= length:
+                add_note(
+                    error,
+                    f"the sampler asked for index {index}, and the dataset has {length} samples: make the sampler, "
+                    "and what it is given for each sample, for this dataset",
+                )
 
 
 def _note_on(dataset: object, needed: str) -> str | None:

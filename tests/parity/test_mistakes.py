@@ -23,7 +23,15 @@ import torch
 from torch.utils.data import IterableDataset
 
 import minato
-from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers, Readers
+from minato import (
+    AutoScale,
+    CostBatchSampler,
+    DataLoader,
+    ErrorPolicy,
+    Observe,
+    RayWorkers,
+    Readers,
+)
 from tests.datasets import Numbers, Samples, raising
 from tests.parity.harness import TORCH_IS_UNTIDY, TorchLoader
 from tests.parity.material import BadSample, Holding, NoLength
@@ -250,7 +258,15 @@ FUNCTIONS = {
         "picture.png", OF_A_SAMPLE[1], dataset=BadSample(4, open_missing), **BATCH, **TWO
     ),
     "sample beyond the end": row(
-        "index", "the sample with index 5", dataset=Samples([1, 2]), sampler=[0, 5]
+        *("the sample with index 5", "the dataset has 2 samples: make the sampler"),
+        dataset=Samples([1, 2]),
+        sampler=[0, 5],
+    ),
+    "costs of another dataset, workers": row(
+        *("asked for index 4", "has 4 samples", "what it is given for each sample"),
+        dataset=Samples([1, 2, 3, 4]),
+        batch_sampler=CostBatchSampler([1] * 5, 8, seed=None),
+        **TWO,
     ),
     "transform raises": row(
         "bad", "in act", "the sample with index 0", better=None, transforms=[BAD], **BATCH
