@@ -51,7 +51,7 @@ from minato._support.loader_class import (
     made_only,
 )
 from minato._support.objects import attribute, is_own_class
-from minato._support.values import plain, text_of, type_name
+from minato._support.values import message_of, plain, text_of, type_name
 from minato._system import environment
 from minato.checks import (
     check_platform,
@@ -87,6 +87,7 @@ from minato.options import (
     TorchArguments,
     Unbound,
     advice,
+    advice_on_numbers,
     refuse_beside_cost_batches,
 )
 from minato.sampling.epoch import Epoch, EpochPosition
@@ -452,6 +453,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return super().__iter__() if made is None else made
         except Exception as error:
             explain_dataset(self.dataset, shortened(error))
+            if note := advice_on_numbers(message_of(error), vars(self)):
+                add_note(error, note)
             raise
 
     @made_only

@@ -298,7 +298,7 @@ def _workers(name: str, value: object) -> Any:
 def _num_workers(name: str, value: object) -> Any:
     if value == "auto":
         value = AutoScale()
-    if isinstance(value, float) and value:  # torch begins with it, and cannot count with it
+    if number_of(value) and integer_of(value) is None:  # torch begins with it, and cannot count
         raise TypeError(_advice_on_number(name, value))
     if (integer_of(value) or 0) > _MOST_WORKERS:
         given_whole(name, value, 1, _MOST_WORKERS)
@@ -1374,12 +1374,18 @@ def advice(error: Exception, names: Iterable[str], given: Mapping[str, object]) 
     unknown = _UNKNOWN.search(text)
     if unknown is not None:
         return _advice_on_name(unknown[1], names, text)
+    return advice_on_numbers(text, given)
+
+
+def advice_on_numbers(text: str, given: Mapping[str, object]) -> str:
+    """As :func:`advice`, of arguments that torch compares and counts with, also once iteration begins."""
     for name, is_whole in _NUMBERS.items():
         value = given.get(name, 1)
         is_none = value is None and name in ("num_workers", "timeout")
         if f"{name}={text_of(value)} is of" in text:
             return ""
-        if isinstance(value, str) or (is_whole and isinstance(value, float)) or is_none:
+        is_part = is_whole and number_of(value) is not None and integer_of(value) is None
+        if isinstance(value, str) or is_part or is_none:
             return _advice_on_number(name, value)
     return ""
 

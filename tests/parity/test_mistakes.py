@@ -173,6 +173,9 @@ VALUES = {  # those of which torch tells as much are in test_arguments.py
     ),
     "num_workers none": row("num_workers=None", "give a number", num_workers=None),
     "num_workers float": row("num_workers=2.0", "num_workers=2?", num_workers=2.0),
+    "num_workers of NumPy": row(
+        "num_workers=2.0", "float32", "num_workers=2?", num_workers=np.float32(2)
+    ),
     "timeout text": row("timeout='1'", "timeout=1?", timeout="1"),
     "prefetch_factor text": row(
         "prefetch_factor='2'", "prefetch_factor=2?", prefetch_factor="2", num_workers=1
@@ -409,6 +412,13 @@ class Evasive:
 
     def __getattr__(self, name: str) -> Any:
         raise (ValueError if name == "__getitem__" else AttributeError)(name)
+
+
+def test_a_number_that_torch_takes_until_iteration_begins_is_named() -> None:
+    with pytest.raises(TypeError, match="'float' object cannot") as caught:
+        iter(DataLoader(FOUR, num_workers=1, prefetch_factor=2.0))  # type: ignore[arg-type]
+    assert "prefetch_factor=2.0" in caught.value.__notes__[0]
+    assert "did you mean prefetch_factor=2?" in caught.value.__notes__[0]
 
 
 def test_no_note_misleads() -> None:
