@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
@@ -229,6 +230,8 @@ class _Items(Iterator[Any]):
             )
             if bounds[-1]:
                 break
+        if bounds[-1] < sys.float_info.min:  # too few bits for a product below the total
+            bounds = [bound * 2.0**1000 for bound in bounds]
         until = phases[number + 1][0] if number + 1 < len(phases) else math.inf
         self._bounds, self._until = bounds, until  # at once: an interrupted call is repeated
 

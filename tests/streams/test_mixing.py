@@ -101,6 +101,15 @@ def test_an_interrupted_change_of_weights_is_made_again(monkeypatch: pytest.Monk
     assert [*items] == [*make_mix(3, 3)]
 
 
+def test_weights_of_any_size_count_by_their_ratio() -> None:
+    least = 5e-324
+    names = names_of(make_mix(900, 900, weights={"web": least, "code": 2 * least}))
+    assert len(names) == 1800
+    assert 180 < names[:600].count("web") < 220
+    last = names_of(make_mix(5, 5, weights={"web": least, "code": 1}))
+    assert last == ["code"] * 5 + ["web"] * 5
+
+
 def test_a_source_that_has_no_weight_any_more_is_not_waited_for() -> None:
     schedule = {0: {"web": 1, "code": 1}, 20: {"web": 1, "code": 0}}
     mixed = make_mix(30, 500, weights=schedule, exhausted="repeat")
