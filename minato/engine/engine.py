@@ -469,7 +469,7 @@ class Engine(BatchSource):
             self._state.active.count,
             in_flight,
             self._dispatcher.num_ready + ahead,
-            window.limit,
+            window.most,
             round(in_flight * window.batch_bytes),
             window.budget_bytes,
         )

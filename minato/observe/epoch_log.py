@@ -62,7 +62,8 @@ class LoaderUse:
         """Add a state, which counts for the time since the one before it."""
         self.waited.extend((at_ns, waited_ns))
         duration_ns = max(at_ns - self._at_ns, 1)
-        self._occupancy_ns += duration_ns * state.ready / max(state.limit, 1)
+        # A batch that is larger than those before lets the budget hold fewer than there are.
+        self._occupancy_ns += duration_ns * min(state.ready / max(state.limit, 1), 1.0)
         self._in_flight_ns += duration_ns * state.in_flight
         self._sum_ns += duration_ns
         self._at_ns, self.due_ns = at_ns, at_ns + max(_LOOK_NS, at_ns // _LOOKS)

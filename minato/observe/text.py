@@ -66,10 +66,11 @@ def headline(report: Report) -> list[tuple[str, str]]:
         cost = format_value(stage.share * workers.busy_s / max(rates.samples, 1), "s")
         rows.append(("slowest", f"{stage.name}, {share} of loading, {cost} per sample"))
     if report.setup.num_workers:
-        open_ = digits(window.in_flight)
-        rows.append(
-            ("prefetch", f"{open_} of at most {counted(window.limit, 'batches')} in flight")
-        )
+        open_, most = digits(window.in_flight), counted(window.limit, "batches")
+        told = f"{open_} of at most {most} in flight"
+        if window.in_flight > window.limit:  # until their size was known
+            told = f"{open_} in flight, now at most {most}"
+        rows.append(("prefetch", told))
     return rows
 
 

@@ -33,7 +33,7 @@ class PrefetchWindow:
         slow_start: Returned batches per batch by which the window grows, from one on; None: it starts at full size.
 
     Attributes:
-        limit: Largest number of batches in flight now.
+        limit: Largest number of batches in flight now, where the budget and the slow start allow it.
         batch_bytes: Estimated size of a batch: at least that of the latest, and falling slowly after a larger one.
     """
 
@@ -115,10 +115,10 @@ class PrefetchWindow:
             self.limit = self._bounded(max(self.limit, _DEPTH * self._step))
 
     def shrink(self) -> bool:
-        """Halve the limit for good, because memory ran out; False if it cannot fall."""
-        if self._fixed or self.limit <= 1:
+        """Halve the number of batches for good, because memory ran out; False if it cannot fall."""
+        if self._fixed or self.most <= 1:
             return False
-        self.limit = self._max_batches = self.limit // 2
+        self.limit = self._max_batches = self.most // 2
         return True
 
     def observe(self, batch_bytes: int) -> None:

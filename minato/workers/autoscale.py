@@ -344,7 +344,7 @@ class Scaler:
         cpu_share = max(ran_ns / cores_ns, grown.used_s / max(grown.available_s, 1e-9))
         busy_per_ns = busy_ns / grown.at_ns
         return Measurement(
-            ready_share=_share(self._wait_stats.ready / self._window.limit),
+            ready_share=_share(self._wait_stats.ready / max(self._window.most, 1)),
             cpu_share=_share(cpu_share),
             waited_share=_share(grown.waited_ns / grown.at_ns),
             busy_share=_share(busy_per_ns / self._state.active.count),

@@ -537,6 +537,17 @@ def test_large_batches_count_in_bytes() -> None:
     assert report.run.prefetch_window.memory_bytes > 0
 
 
+def test_the_window_is_what_the_memory_budget_leaves_of_it() -> None:
+    loader = DataLoader(Filled(200, 1000), 5, num_workers=2, memory_budget=5000)
+    with pytest.warns(RuntimeWarning, match="one at a time"):
+        report = run(loader)
+    assert report.run.prefetch_window.limit == 1
+    assert report.run.prefetch_window.occupancy <= 1
+    assert re.search(
+        r"prefetch +\S+ (of|in flight, now) at most 1 batch( in flight)?\n", str(report)
+    )
+
+
 @pytest.mark.large
 def test_a_table_of_pandas() -> None:
     pandas = pytest.importorskip("pandas")

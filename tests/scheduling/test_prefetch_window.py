@@ -123,6 +123,12 @@ def test_a_shrunk_window_stays_so() -> None:
     assert window.limit == 1
     assert not window.shrink()
     assert window.most == 1
+    held = window_of(8, 1000)
+    held.expect(300)
+    assert held.most == 3
+    assert held.shrink()
+    assert held.limit == 1
+    assert not held.shrink()
 
 
 def test_windows_in_use_share_a_budget() -> None:
