@@ -30,7 +30,7 @@ except ModuleNotFoundError:
 
 from minato.sources.base import KeyedSource, Retry, TruncatedObject
 from minato.sources.connections import Env, Place, Settings
-from minato.sources.tars import StrictHeader
+from minato.sources.tars import StrictHeader, check_end
 
 __all__ = ["Objects", "Part", "tar_members"]
 
@@ -251,6 +251,7 @@ def _members(source: Objects, path: str) -> Iterator[_Member]:
                 fault = "is a sparse file, whose bytes are not in one piece"
             linked = member.linkname if member.islnk() else ""
             yield member.name, linked, member.offset_data, member.size, fault
+        check_end(archive)
 
 
 class _Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import re
@@ -28,7 +29,6 @@ _HIDDEN = re.compile(r"(^|/)__[^/]*__($|/|\.)")
 _GZIPPED = (".gz", ".tgz")
 _COMPRESSED = (*_GZIPPED, ".bz2", ".xz")
 _PACKED = "names of packed ones end with .gz, .tgz, .bz2 or .xz"
-_CHUNK = 1 << 16
 
 
 class TarShards(ShardedDataset[Sample]):
@@ -98,10 +98,8 @@ class _Samples(Iterator[Sample]):
         path = name.partition("?")[0]
         streams = path.endswith(_COMPRESSED) or not _can_seek(file)
         mode: Any = "r|*" if streams else "r:"
-        self._checked: gzip.GzipFile | None = None
-        if path.endswith(_GZIPPED):  # tarfile itself does not compare the checksum
-            self._checked = gzip.GzipFile(fileobj=file)
-            mode, file = "r|", cast(IO[bytes], self._checked)
+        if path.endswith(_GZIPPED):  # tarfile does not compare the checksum
+            mode, file = "r|", cast(IO[bytes], gzip.GzipFile(fileobj=file))
         self._archive: Any = tarfile.open(fileobj=file, mode=mode, tarinfo=StrictHeader)  # noqa: SIM115
         self._count = 0
         self._next: _Member | None = None
@@ -166,8 +164,7 @@ class _Samples(Iterator[Sample]):
                 )
             self._next = _Member(found[1], found[2].lower(), member)
             return self._next
-        while self._checked is not None and self._checked.read(_CHUNK):
-            pass  # the checksum comes last
+        check_end(self._archive)
         self._end()
         return None
 
@@ -195,6 +192,20 @@ class StrictHeader(tarfile.TarInfo):
                 ) from error
             other = "" if archive.offset else f", or this is no plain tar file ({_PACKED})"
             raise tarfile.ReadError(f"a header is damaged{other}: {message_of(error)}") from error
+
+
+def check_end(archive: Any) -> None:
+    """Read what follows the end of an archive, which counts for nothing; ReadError: it is another archive."""
+    is_first = True
+    while block := archive.fileobj.read(tarfile.BLOCKSIZE):
+        if is_first and block.strip(b"\0"):
+            is_first = False
+            with contextlib.suppress(tarfile.HeaderError):
+                tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+                raise tarfile.ReadError(
+                    "another archive follows behind the end of this one, as where files were joined: unpack both, and "
+                    "write one archive or a file for each"
+                )
 
 
 def _is_remote(name: str) -> bool:

@@ -341,6 +341,7 @@ def test_headers_of_a_tar_file_are_read_again_after_lost_connections(
         (lambda data: data[: 5 * 1024], "and may be cut"),
         (lambda data: data[: 5 * 1024 + 100], "a header is damaged: truncated header"),
         (lambda data: data[: 5 * 1024 + 520], "unexpected end of data"),
+        (lambda data: data + data, "another archive follows"),
     ],
 )
 def test_a_damaged_tar_file_is_no_shorter_one(damage: Any, text: str, tmp_path: Path) -> None:

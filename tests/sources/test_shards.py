@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import itertools
 import tarfile
@@ -243,6 +244,16 @@ def test_a_file_that_is_no_tar_file_is_called_so(data: bytes, tmp_path: Path) ->
     (tmp_path / "0.tar").write_bytes(data)
     with pytest.raises(SourceError, match=r"this is no plain tar file \(names of packed"):
         next(iter(TarShards([tmp_path / "0.tar"])))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress)]
+)
+def test_an_archive_behind_another_is_an_error(suffix: str, pack: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"0.tar{suffix}"
+    path.write_bytes(pack(tar_of(members(0)) + tar_of(members(1))))
+    with pytest.raises(SourceError, match=rf"behind {COUNT - 1} samples.*another archive follows"):
+        list(TarShards([path]))
 
 
 def test_an_archive_ends_with_a_block_of_zeros(tmp_path: Path) -> None:
