@@ -278,5 +278,10 @@ def shown_text(text: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The type and the text of an error of a library, as :func:`shown_text` shows it."""
-    return f"{type_name(error)}: {shown_text(message_of(error))}"
+    """The type and the text of an error of a library, as :func:`shown_text` shows it.
+
+    fsspec calls a file of a web server missing whatever the server said, which is the cause.
+    """
+    said = f"{type_name(error)}: {shown_text(message_of(error))}"
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    return said if cause is None else f"{said} ({described(cause)})"

@@ -315,6 +315,9 @@ class Unsteady(BaseHTTPRequestHandler):
     requests: ClassVar[Iterator[int]]
 
     def do_GET(self) -> None:
+        if self.path not in self.files:
+            self.send_error(403)
+            return
         data, number = self.files[self.path], next(self.requests)
         start, end = 0, len(data)
         if asked := self.headers.get("Range"):
@@ -372,6 +375,13 @@ def test_lost_connections_lose_no_sample(suffix: str, block_size: int, unsteady:
     with pytest.raises(SourceError, match="ClientPayloadError"):
         labels(loader := DataLoader(dataset, 3, readers=1, num_workers=1))
     assert loader.report().run.reads.retries == 2
+
+
+def test_what_a_web_server_refuses_is_told_as_it_said_it(unsteady: Any) -> None:
+    """And not as a file that is missing, which fsspec makes of it."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: install 'test'")
+    with pytest.raises(SourceError, match="403, message='Forbidden'"):
+        list(DataLoader(TarShards([unsteady({}) + "/0.tar"]), num_workers=1))
 
 
 def signed(kind: str) -> Any:
