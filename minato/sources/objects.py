@@ -43,6 +43,15 @@ _REFUSED = re.compile(
     r"|Generic URL error|Operation not supported|Content-Length Header missing"
 )
 """In the text of an error: the server, the file system or the client refused the request, and would do so again."""
+_REMEDIES = {
+    "http://.*builder error": "an address without TLS needs client_options={'allow_http': True}",
+    "without a base": "write a directory as 'file:///directory'",
+    "config prefix": "options of the connection belong to client_options, as {'allow_http': True}",
+    "Content-Length Header missing": "so a part of it would count as the whole; minato.sources.files.Files reads it "
+    "all the same",
+    "Range request not supported": "parts of objects, such as members of tar files, need a server that gives ranges",
+}
+"""What the error of a store says, as a pattern, and the remedy."""
 _SILENCE_S = 300.0
 """How long a child process that lists keys may say nothing; obstore's own time limit of a request is 30 seconds."""
 
@@ -119,12 +128,8 @@ class Objects(KeyedSource):
     def describe_error(self, error: Exception) -> str:
         # The rest is a dump of Rust structures, dozens of lines.
         text = super().describe_error(error).partition("\n\nDebug source")[0]
-        if "http://" in text and "builder error" in text:
-            text += ": an address without TLS needs client_options={'allow_http': True}"
-        if "without a base" in text:
-            text += ": write a directory as 'file:///directory'"
-        if "config prefix" in text:  # a setting that is no setting of the store
-            text += ": options of the connection belong to client_options, as {'allow_http': True}"
+        for said, remedy in _REMEDIES.items():
+            text += f": {remedy}" if re.search(said, text) else ""
         return text
 
     def read_value(self, key: Any) -> bytes:

@@ -165,9 +165,11 @@ def test_what_a_server_refuses_is_asked_for_once(address: str) -> None:
 
 def test_what_a_server_cannot_do_is_asked_for_once(address: str) -> None:
     source = Objects(f"http://{address}", **THRICE, **PLAIN)
-    with pytest.raises(SourceError, match="Content-Length Header missing"):
+    with pytest.raises(
+        SourceError, match="Content-Length Header missing.*Files reads it all the same"
+    ):
         source.get("loose")
-    with pytest.raises(SourceError, match="Range request not supported"):
+    with pytest.raises(SourceError, match="Range request not supported.*need a server that gives"):
         tar_members(source, "whole")
     assert source.retries == 0
 
