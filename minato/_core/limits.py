@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -77,6 +78,12 @@ def explaining_limits(task: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None and "AF_UNIX path too long" in str(error):  # of the fork server
+            raise OSError(
+                errno.ENAMETOOLONG,
+                f"cannot {task}: a socket in the temporary directory {tempfile.gettempdir()!r} would have too long a "
+                "path: set TMPDIR to a shorter one before the program starts, or use multiprocessing_context='fork'",
+            ) from None
         reason = limit_met(error.errno)
         if reason is None or error.strerror is None or error.strerror.startswith("cannot "):
             raise

@@ -7,7 +7,10 @@ import gc
 import os
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,27 @@ def test_a_limit_on_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "ulimit" not in slot_overflow(1)
     with pytest.raises(OSError, match=r"vm\.overcommit_memory"):
         Segment(1 << 62, 1 << 62, shared=False)
+
+
+def test_a_temporary_directory_with_too_long_a_path_is_named(tmp_path: Path) -> None:
+    """Python's fork server has a socket there."""
+    folder = tmp_path / ("x" * 110)
+    folder.mkdir()
+    program = (
+        "import torch, minato\n"
+        "if __name__ == '__main__':\n"
+        "    server = {'num_workers': 1, 'multiprocessing_context': 'forkserver'}\n"
+        "    list(minato.DataLoader(torch.arange(3), **server))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"temporary directory {str(folder)!r}" in ended.stderr
+    assert "set TMPDIR to a shorter one" in ended.stderr
 
 
 @pytest.mark.parametrize(
