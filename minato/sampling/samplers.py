@@ -654,8 +654,11 @@ class Alone(list[Any]):
 
 
 def as_given(batch: object) -> Any:
-    """The object that the sampler yields for a batch that is made for ``__getitems__``."""
-    return batch[0] if type(batch) is Alone else batch
+    """The object that the sampler yields for a batch that is made for ``__getitems__``, which may change it.
+
+    The batch itself stays as it is: the call may run again, or single calls in its place.
+    """
+    return _copied(batch[0] if type(batch) is Alone else batch)
 
 
 def batch_maker(

@@ -28,6 +28,7 @@ from minato._support.objects import attribute
 from minato._support.threads import living, set_is_over, start_thread
 from minato._support.values import text_of
 from minato.options import FetchOptions
+from minato.sampling.samplers import as_given
 from minato.transforms.rng import SampleRandomness, enter_task
 from minato.workers.shared_state import SharedReadLimit
 
@@ -330,7 +331,7 @@ class BegunLists(Reads):
             self._busy_before_ns = self._busy_ns()
         self.outstanding += 1
         try:
-            begun = self._begin(read.index, functools.partial(self._arrive, read))
+            begun = self._begin(as_given(read.index), functools.partial(self._arrive, read))
         except Exception:  # of which __getitems__ tells, or which it overcomes
             begun = False
         if not begun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from minato import DataLoader, ErrorPolicy, Record
-from tests.datasets import Numbers, outcomes
+from tests.datasets import Numbers, flat, outcomes
 from tests.selection import loaders
 
 
@@ -116,3 +117,28 @@ def test_a_sampler_may_change_an_index_that_it_has_yielded(index: Any, workers: 
         Read(8), batch_size=None, sampler=Changing(index), collate_fn=int, **WORKERS[workers]
     )
     assert list(loader) == list(range(6))
+
+
+class Popping(Numbers):
+    """Takes the indices out of its list. Its first calls draw nothing, then one draws, and every other one fails."""
+
+    fails = False
+    calls = 0
+
+    def __getitems__(self, batch: list[int]) -> list[int]:
+        popped = [batch.pop(0) for _ in range(len(batch))]
+        self.calls += 1
+        if self.calls > 20:
+            random.random()
+        if self.fails and self.calls % 2:
+            raise ValueError("every other call")
+        return popped
+
+
+@pytest.mark.parametrize("workers", ["inline", "fork", "threads"])
+@pytest.mark.parametrize("own", [{}, {"errors": "retry"}, {"order": "arrival"}])
+def test_a_dataset_may_change_the_list_that_it_gets(own: dict[str, Any], workers: str) -> None:
+    dataset = Popping(120)
+    dataset.fails = "errors" in own
+    batches = DataLoader(dataset, 4, collate_fn=list, seed=1, **own, **WORKERS[workers])
+    assert sorted(flat(batches)) == list(range(120))
