@@ -244,12 +244,9 @@ class FailureHandler(NamedTuple):
                 result = self.on_error(failure)
             except Exception as raised:
                 error = raised
-                if not (
-                    raised is failure.error or raised.__context__ or raised.__suppress_context__
-                ):
-                    raised.__cause__ = shortened(
-                        failure.error
-                    )  # else nobody sees what it was about
+                has_context = raised.__context__ or raised.__suppress_context__
+                if not (raised is failure.error or has_context):  # nobody would see the cause
+                    raised.__cause__ = shortened(failure.error)
         kept = "skipped" if result is SKIP else "substituted"
         self.log.append(failure, kept if error is None else "raised")
         if self.on_error == "skip":
