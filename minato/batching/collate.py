@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Number
@@ -301,7 +301,7 @@ class PadCollate:
     The structure of batches is that of torch's ``default_collate``, which collates all other values.
 
     Attributes:
-        value: Padding value; or a dictionary from names of fields, at any depth, to theirs; others are padded with 0.
+        value: Padding value; or a dictionary from names of fields to theirs, with 0 for other fields.
         multiple_of: Lengths are rounded up to a multiple of this.
         masks: For samples that are dictionaries: from the name of a new field to the name of a padded one. The new
             field is True at content, and False at padding: bool, shape (samples, longest).
@@ -309,7 +309,7 @@ class PadCollate:
     Raises:
         ValueError: Samples differ in another dimension than the first, or in their number of parts; or ``masks`` names
             a new field that exists, or one that is not padded.
-        KeyError: A field in ``value`` or ``masks`` does not exist.
+        KeyError: A field in ``masks`` does not exist.
         TypeError: ``masks`` is no dictionary, or samples are none; or a single sample is given.
     """
 
@@ -340,25 +340,13 @@ class PadCollate:
                 if cause is not None:
                     add_note(error, cause.lines("the batch", ()))
             raise
-        values = self.value if isinstance(self.value, Mapping) else {}
-        if values or self.masks:
-            self._check_names(cast(Any, samples)[0], values)
+        first = cast(Any, samples)[0]
+        if self.masks and not _has_fields(first):
+            raise TypeError(
+                f"masks={text_of(self.masks)} names fields, and samples are of type {type_name(first)}: return "
+                "dictionaries from dataset and transforms, or leave masks out"
+            )
         return batch
-
-    def _check_names(self, first: object, values: Mapping[Any, float]) -> None:
-        """The fields that the options name are in the samples: KeyError, TypeError."""
-        fields = dict.fromkeys(_fields_of(first))
-        for option, names in {"masks": self.masks, "value": values}.items():
-            if names and not fields:
-                raise TypeError(
-                    f"{option}={text_of(names)} names fields, and samples are of type {type_name(first)}: return "
-                    f"dictionaries from dataset and transforms, or leave {option} out"
-                )
-        for name in values:
-            if name not in fields:
-                raise KeyError(
-                    f"value={text_of(values)}: samples have no field {name!r}, only {text_of([*fields])}"
-                )
 
     def _add_masks(
         self, batch: dict[object, object], samples: Sequence[Mapping[object, Sized]]
@@ -396,14 +384,11 @@ class PadCollate:
         return collate_in_own_memory(samples)
 
 
-def _fields_of(sample: object) -> Iterator[object]:
-    """The names of fields in a sample: of dictionaries, also within lists, tuples and dictionaries."""
-    if isinstance(sample, Mapping):
-        yield from sample
-        sample = [*sample.values()]
+def _has_fields(sample: object) -> bool:
+    """Whether a sample is a dictionary, or a list or tuple with one."""
     if isinstance(sample, (list, tuple)):
-        for each in sample:
-            yield from _fields_of(each)
+        return any(map(_has_fields, sample))
+    return isinstance(sample, Mapping)
 
 
 def like(first: Mapping[object, object], batch: dict[object, object]) -> Any:

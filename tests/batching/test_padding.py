@@ -131,25 +131,6 @@ def test_a_mask_is_of_a_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "error"),
-    [
-        ([{"x": torch.ones(2), "y": 1}], r"samples have no field 'typo', only \['x', 'y'\]"),
-        ([torch.ones(2)], "samples are of type Tensor: return dictionaries"),
-    ],
-)
-def test_a_padding_value_for_no_field_is_refused(samples: list[Any], error: str) -> None:
-    with pytest.raises((KeyError, TypeError), match=f"value={{'typo': 9}}.*{error}"):
-        PadCollate({"typo": 9})(samples)
-
-
-def test_padding_values_are_for_fields_at_any_depth() -> None:
-    samples = [({"x": {"y": torch.ones(n)}, "n": n}, [{"z": torch.ones(n)}]) for n in (1, 2)]
-    fields, (others,) = PadCollate({"y": 8, "z": 9, "n": 7})(samples)
-    assert fields["x"]["y"].tolist() == [[1, 8], [1, 1]]
-    assert others["z"].tolist() == [[1, 9], [1, 1]]
-
-
-@pytest.mark.parametrize(
     ("masks", "samples", "error"),
     [
         (["mask"], [{"x": torch.ones(2)}], r"masks=\['mask'\] is a list: give a dictionary"),
