@@ -90,6 +90,7 @@ from minato.options import (
     advice_on_numbers,
     refuse_beside_cost_batches,
 )
+from minato.sampling.cost_batches import check_costs
 from minato.sampling.epoch import Epoch, EpochPosition
 from minato.sampling.progress import Coverage
 from minato.sampling.replay import RecordedOrder
@@ -381,6 +382,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        in_batches = self.batch_size is not None
+        check_costs(dataset, self.sampler, self.batch_sampler, in_batches=in_batches)
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
         if options.begins_next_epoch and next_sampler(index_sampler(self)) is None:

@@ -21,7 +21,7 @@ from minato._support.values import gives_keys, short, text_of, type_name
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Buffer, Layout, Rows
 from minato.checks import given_whole
-from minato.errors import add_note
+from minato.errors import add_note, warn
 
 Bind = Callable[[int, int, Any, int], AbstractContextManager[None]]
 """Binds randomness to a batch, by seed, epoch, and index and occurrence of its first sample."""
@@ -301,7 +301,8 @@ class PadCollate:
     The structure of batches is that of torch's ``default_collate``, which collates all other values.
 
     Attributes:
-        value: Padding value; or a dictionary from names of fields to theirs, with 0 for other fields.
+        value: Padding value; or a dictionary from names of fields to theirs, with 0 for other fields. A name that
+            samples do not have is a warning.
         multiple_of: Lengths are rounded up to a multiple of this.
         masks: For samples that are dictionaries: from the name of a new field to the name of a padded one. The new
             field is True at content, and False at padding: bool, shape (samples, longest).
@@ -341,12 +342,23 @@ class PadCollate:
                     add_note(error, cause.lines("the batch", ()))
             raise
         first = cast(Any, samples)[0]
+        if isinstance(self.value, Mapping):
+            self._check_names(first)
         if self.masks and not _has_fields(first):
             raise TypeError(
                 f"masks={text_of(self.masks)} names fields, and samples are of type {type_name(first)}: return "
                 "dictionaries from dataset and transforms, or leave masks out"
             )
         return batch
+
+    def _check_names(self, sample: object) -> None:
+        names = _names(sample)
+        unknown = [name for name in self.value if name not in names]  # type: ignore[union-attr]
+        if unknown:
+            warn(
+                f"value={text_of(self.value)} of PadCollate names {unknown[0]!r}, and samples have only the fields "
+                f"{text_of([*names])}"
+            )
 
     def _add_masks(
         self, batch: dict[object, object], samples: Sequence[Mapping[object, Sized]]
@@ -382,6 +394,16 @@ class PadCollate:
             value = self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
             return pad_stack(samples, value, self.multiple_of)[0]
         return collate_in_own_memory(samples)
+
+
+def _names(sample: object) -> dict[object, None]:
+    """The names of the fields of a sample, at any depth."""
+    parts = [*sample.values()] if isinstance(sample, Mapping) else sample
+    found = dict.fromkeys(sample if isinstance(sample, Mapping) else ())
+    for part in parts if isinstance(parts, (list, tuple)) else ():
+        if isinstance(part, (list, tuple, Mapping)):
+            found.update(_names(part))
+    return found
 
 
 def _has_fields(sample: object) -> bool:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log1p
 from typing import Any, NamedTuple
 
-from minato._support.values import number_of, text_of, type_name
+import numpy as np
+import torch
+
+from minato._support.values import gives_keys, number_of, text_of, type_name
 from minato.delivery.iterator import Layer
 from minato.errors import add_note, not_the_end
 from minato.observe.observers import EpochState, LoaderSnapshot, MetricsSource, Observers
@@ -184,6 +187,11 @@ class MeasuredBatches(Layer):
         """The cost of a sample; ValueError, TypeError: it has none, or more than a batch may cost."""
         of, most = self._plan.cost, self._plan.max_cost
         held: Any = sample
+        if of is None and _has_fields(held):
+            raise TypeError(
+                f"a sample of type {type_name(held)} has fields, whose number is no cost: give cost=, the key of the "
+                "field whose length counts, or a function of the sample"
+            )
         try:
             found = of(held) if callable(of) else len(held if of is None else held[of])
         except Exception as error:
@@ -269,3 +277,10 @@ class MeasuredBatches(Layer):
     def shut_down(self) -> None:
         self._waiting, self._batch = [], None
         super().shut_down()
+
+
+def _has_fields(sample: object) -> bool:
+    """Whether the length of a sample is the number of its fields: of a dictionary, or of a pair of array and label."""
+    if isinstance(sample, tuple):
+        return any(isinstance(part, (np.ndarray, torch.Tensor, list, dict)) for part in sample)
+    return gives_keys(sample)

@@ -12,9 +12,11 @@ import torch
 from torch.utils.data import Sampler
 
 from minato._core import mix_seed
+from minato._support.objects import length_of
 from minato._support.values import items_of, number_of
 from minato._system import ranks_by_torch
 from minato.checks import check_choice, check_shard, check_whole, given_number
+from minato.errors import warn
 from minato.sampling.dealing import Batches
 
 _POOL_BATCHES = 50  # default size of a pool, in batches
@@ -141,6 +143,21 @@ class CostBatchSampler(Sampler[list[int]]):
         if ordered:
             batches.append(ordered[start:])
         return batches
+
+
+def check_costs(
+    dataset: object, sampler: object, batch_sampler: object, *, in_batches: bool
+) -> None:
+    """Refuse batches of indices in the place of indices, and warn of costs of another dataset."""
+    if isinstance(sampler, CostBatchSampler) and in_batches:
+        raise TypeError("sampler= gives single indices: pass a CostBatchSampler as batch_sampler=")
+    if isinstance(batch_sampler, CostBatchSampler):
+        given, length = len(batch_sampler._costs), length_of(dataset)
+        if length is not None and given != length:
+            warn(
+                f"the CostBatchSampler has the costs of {given} samples, and the dataset has {length}: give one cost "
+                "for each index"
+            )
 
 
 def _checked(costs: object) -> Costs:

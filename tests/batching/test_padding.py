@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from minato import DataLoader, PadCollate, pad_stack
+from minato import DataLoader, MinatoWarning, PadCollate, pad_stack
 from tests.datasets import Numbers, Pair, assert_same
 
 
@@ -123,6 +124,15 @@ def test_structure_is_as_without_padding(num_workers: int) -> None:
 def test_what_needs_no_padding_is_collated_as_ever() -> None:
     samples = [(torch.ones(2), 1.5, "a", {"x": np.ones((2, 2))}) for _ in range(3)]
     assert_same(PadCollate()(samples), default_collate(samples))
+
+
+def test_a_value_for_a_field_that_is_not_there_is_told() -> None:
+    sample = {"tokens": torch.ones(2), "more": [{"labels": torch.ones(1)}]}
+    collate = PadCollate({"tokens": 1, "labels": -1})
+    with warnings.catch_warnings(action="error"):
+        collate([sample])
+        with pytest.raises(MinatoWarning, match=r"names 'labels', and .* \['tokens'\]"):
+            collate([{"tokens": torch.ones(2)}])
 
 
 def test_a_mask_is_of_a_field() -> None:

@@ -223,6 +223,12 @@ def test_a_key_that_gives_no_length_is_named(cost: object, sample: object, what:
     assert f"cost={cost!r}) takes the length of {what}, and the sample is of type" in note
 
 
+@pytest.mark.parametrize("sample", [{"tokens": [1, 2], "label": 1}, (torch.ones(2), 1)])
+def test_the_number_of_fields_is_no_cost(sample: Any) -> None:
+    with pytest.raises(TypeError, match="has fields, whose number is no cost: give cost="):
+        next(iter(DataLoader([sample], CostBatches(9))))
+
+
 def once(action: Callable[[Any], Any], error: BaseException) -> Callable[[Any], Any]:
     """An action that raises at its 50th call."""
     calls = itertools.count(1)

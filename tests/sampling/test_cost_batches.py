@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minato import CostBatchSampler, DataLoader
+from minato import CostBatchSampler, DataLoader, MinatoWarning
 from minato.sampling.dealing import Stage
 from minato.sampling.samplers import Remaining, dealing_of
 from tests.behaviour.states import begun, resumed
@@ -156,6 +156,15 @@ def test_a_largest_cost_must_be_given() -> None:
 def test_a_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"give what it returns, map\(costs"):
         CostBatchSampler(lambda index: index, 10)  # type: ignore[arg-type]
+
+
+def test_a_loader_tells_of_costs_that_are_not_those_of_its_samples() -> None:
+    sampler = CostBatchSampler([1, 1], 2)
+    with pytest.warns(MinatoWarning, match="costs of 2 samples, and the dataset has 3"):
+        DataLoader(range(3), batch_sampler=sampler)
+    with pytest.raises(TypeError, match="pass a CostBatchSampler as batch_sampler="):
+        DataLoader(range(2), sampler=sampler)
+    DataLoader(range(2), None, sampler=sampler)  # each item of it is one sample's index
 
 
 # ---- with a loader --------------------------------------------------------------------------
