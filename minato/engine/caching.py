@@ -163,4 +163,6 @@ def _prefix(version: str | None, dataset: Any, steps: tuple[object, ...]) -> byt
     try:
         return fingerprint(dataset, steps)
     except TypeError as error:
-        raise TypeError(f"{error}, or give the cache a version= of your own") from error
+        raise TypeError(
+            f"{error}; a version= of your own for the cache stands for the fingerprint"
+        ) from error

@@ -102,7 +102,10 @@ class OwnedGenerators:
             _is_generator,
             of_class=functools.partial(_parts_of_class, self._classes, classes),
             of_function=lambda function: _global_variables(function.__code__, function.__globals__),
-            opaque=_OPAQUE,
+            opaque=(
+                *_OPAQUE,
+                OwnedGenerators,
+            ),  # a cache has its own, which knows what classes hold
             known=self._kinds,
         )
 

@@ -256,6 +256,27 @@ def test_generators_of_minato_count_as_draws(
     assert cache.report().stored_bytes == 0
 
 
+SHARED = {"rng": random.Random(0)}
+
+
+class NamesShared(Numbers):
+    """A method names a global variable that holds a generator, which is therefore not bound."""
+
+    def other(self) -> float:
+        return SHARED["rng"].random()
+
+
+def test_generators_that_no_sample_owns_stay_unbound_with_a_cache() -> None:
+    drawn = []
+    for _ in range(2):
+        SHARED["rng"].seed(0)
+        cache = MemoryCache(QUOTA, after=0)
+        drawn.append(loaded(NamesShared(4), cache, lambda sample: sample + SHARED["rng"].random()))
+        assert cache.report()[:2] == (0, 4)  # each was read once
+    expected = random.Random(0)
+    assert drawn == [[number + expected.random() for number in range(4)]] * 2
+
+
 def test_draws_from_a_generator_that_the_program_has_replaced() -> None:
     dataset = OtherInSecond(2)
     cache = MemoryCache(QUOTA, version="1")
