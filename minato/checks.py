@@ -20,6 +20,7 @@ _RANK_ATTRIBUTES = (("rank", "world_size"), ("rank", "num_replicas"), ("rank", "
 """What a dataset that divides itself by rank usually calls its rank and the number of ranks."""
 _NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable")
 """Python's words for an object without a method that datasets have."""
+_BY_COLUMN = {"pandas.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch"}
 
 _SAMPLE = re.compile(r"raised by the sample with index (\d+)")
 """The note on an error that names its sample."""
@@ -36,6 +37,14 @@ def refuse_one(name: str, value: object) -> None:
     """TypeError: one text or path where several are expected; the letters of a text would be taken for them."""
     if isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}={os.fspath(value)!r} is one: give a list")
+
+
+def refuse_single(batch: object) -> None:
+    """TypeError: a batch_sampler has given something else than a list of indices."""
+    if not isinstance(batch, Iterable):
+        raise TypeError(
+            f"the batch_sampler gave {text_of(batch)}, which is no list of indices: did you mean sampler=?"
+        ) from None
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], others: str = "") -> None:
@@ -107,9 +116,20 @@ def _note_on(dataset: object, needed: str) -> str | None:
     )
 
 
-def path_in(dataset: object) -> str | None:
-    """A text with a path in the place of a dataset, for a message; None: there is none."""
-    return text_of(dataset) if isinstance(dataset, str) and os.sep in dataset else None
+def warn_of_parts(dataset: object) -> None:
+    """Warn of an object in the place of a dataset whose items are other parts of it than samples."""
+    if isinstance(dataset, str) and os.sep in dataset:
+        warn(
+            f"dataset={text_of(dataset)} is a text, whose samples are its letters: give a dataset that reads what is "
+            "there"
+        )
+    kinds = {
+        f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(dataset).__mro__
+    }
+    for name in kinds & _BY_COLUMN:
+        warn(
+            f"dataset is a {name}, of which dataset[i] is a column: give a dataset that returns row i"
+        )
 
 
 def check_shard(shard: object) -> tuple[int, int]:

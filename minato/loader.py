@@ -58,8 +58,8 @@ from minato.checks import (
     check_undivided,
     explain_dataset,
     given_whole,
-    path_in,
     refuse_class,
+    warn_of_parts,
 )
 from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import add_note, log, shortened, warn
@@ -293,11 +293,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
             in_order = True
             given.update(order=None)
-        if (text := path_in(dataset)) is not None:
-            warn(
-                f"dataset={text} is a text, whose samples are its letters: give a dataset that reads what "
-                "is there"
-            )
+        warn_of_parts(dataset)
         if is_own_class(collate_fn):
             refuse_class("collate_fn", cast(type, collate_fn))
         torchs = TorchArguments(

@@ -30,6 +30,7 @@ from minato._core import Occurrences, mix_seed, now_ns, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.objects import attribute, is_exactly, length_of
 from minato._support.values import integer_of, message_of, plain
+from minato.checks import refuse_single
 from minato.sampling.cost_batches import CostBatchSampler, fill_steps
 from minato.sampling.dealing import (
     BATCHES,
@@ -859,6 +860,7 @@ class IndexBatches:
                         self.goes_on = True
                         self._num_dropped = drawn.number + 1
                         self._ahead.remove(drawn)
+                        refuse_single(drawn[0])
                         raise
         indices = [drawn[-1] if len(drawn) > 2 else drawn[0] for drawn in new]
         took_ns, self._took_ns = self._took_ns, 0

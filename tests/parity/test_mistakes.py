@@ -105,6 +105,18 @@ class Lengths(IterableDataset[torch.Tensor]):
         yield from shapes(2, 3)
 
 
+class DataFrame:
+    """As pandas' own: its length is that of its rows, and an index names a column."""
+
+    __module__ = "pandas"
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, column: int) -> list[int]:
+        return [column] * 4
+
+
 class Box:
     """No rule collates it."""
 
@@ -196,6 +208,8 @@ DATASETS = {
     "no items": row(*NO_ITEMS, dataset=NoItems()),
     "no items, workers": row(*NO_ITEMS, dataset=NoItems(), **ONE_WORKER),
     "number": row("type int", "__getitem__", "define it", dataset=5, sampler=[0]),
+    "table": row("pandas.DataFrame", "is a column", "row i", dataset=DataFrame()),
+    "sampler as batch_sampler": row("gave 0, which is no list", "sampler=", batch_sampler=[0, 1]),
     "path": row("'/data/train'", "letters", "give a dataset", dataset="/data/train"),
 }
 OF_LENGTHS = ("indices 0, 1, 2, 3", "index 2", "shape (3,)", "shape (4,)", "minato.PadCollate()")
