@@ -27,6 +27,7 @@ from select import POLLIN, POLLOUT, poll
 from types import UnionType
 from typing import Any, NamedTuple, NewType, get_args, get_origin, get_type_hints
 
+from minato._fork_safety import forget_in_children
 from minato._support.files import unmapped_user
 from minato._support.threads import living, start_thread
 from minato.batching.arena import Slot
@@ -215,6 +216,29 @@ def peer_of(connection: socket.socket) -> int:
     return pid
 
 
+_processes: dict[int, tuple[int, int]] = {}
+"""By local rank, the process that a loader has met last, and its pidfd: other loaders may not have met it yet."""
+forget_in_children(_processes.clear)
+
+
+def meet(local_rank: int, pid: int) -> None:
+    """Remember the process of a rank."""
+    known = _processes.get(local_rank)
+    if (known is None or known[0] != pid or has_ended(local_rank)) and hasattr(os, "pidfd_open"):
+        with suppress(OSError):  # as of a channel
+            _processes[local_rank] = pid, os.pidfd_open(pid)
+
+
+def has_ended(local_rank: int) -> bool:
+    """Whether the process of a rank is known, and has ended."""
+    known = _processes.get(local_rank)
+    if known is None:
+        return False
+    news = poll()
+    news.register(known[1], POLLIN)
+    return bool(news.poll(0))
+
+
 def connected(rendezvous: Rendezvous, timeout_s: float) -> Channel:
     """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
@@ -248,6 +272,8 @@ def connected(rendezvous: Rendezvous, timeout_s: float) -> Channel:
                 channel.close()
                 raise
             channel.close()
+        elif has_ended(0):
+            raise ConnectionResetError
         if time.monotonic() > deadline:
             raise why
         time.sleep(_AGAIN_S)

@@ -29,6 +29,7 @@ from minato.shared_pool.channel import (
     Hello,
     RankMessage,
     connected,
+    meet,
 )
 from minato.shared_pool.ranks import PREFETCH_BATCHES
 from minato.shared_pool.rendezvous import Rendezvous
@@ -75,6 +76,7 @@ class PoolClient:
             raise RuntimeError(str(error)) from None
         except ConnectionError:
             raise RuntimeError(f"local rank 0, {_ENDED}, or refuses this process") from None
+        meet(0, self._channel.pid)
         _CONNECTED.add(self)
         self._stay_no_longer = at_end(lambda: self.close(ends_by_exception()))
         self._send("hello", 0, me)

@@ -15,7 +15,14 @@ from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato.batching.arena import Arena, Slot
 from minato.engine.engine import Engine
 from minato.sampling.progress import Completed
-from minato.shared_pool.channel import BatchMessage, Channel, Hello, RankMessage
+from minato.shared_pool.channel import (
+    BatchMessage,
+    Channel,
+    Hello,
+    RankMessage,
+    has_ended,
+    meet,
+)
 from minato.shared_pool.source import LeasedBatch
 
 PREFETCH_BATCHES = 2  # batches that each rank requests ahead of use
@@ -259,15 +266,24 @@ class Ranks:
             slot = self._slot_of(channel)
             if slot is None:
                 return
-            unexpected = slot.gone is None
             how = "has ended" if channel.fault is None else f"was given up ({channel.fault})"
-            slot.end(f"{slot.name} {how}", self._waits)
-            if unexpected and self._raises and not self.closing:
-                self.break_off(
-                    f"{slot.gone}, which shares the workers of this loader: the others cannot go on "
-                    "(SharedPool('continue') lets them)"
-                )
-            self.changed.notify()
+            self._lose(slot, f"{slot.name} {how}")
+
+    def miss(self) -> None:
+        """Act on the end of processes that other loaders have met, and this one has not."""
+        for slot in self.slots[1:]:
+            if slot.channel is None and slot.gone is None and has_ended(slot.rank):
+                self._lose(slot, f"{slot.name} has ended")
+
+    def _lose(self, slot: RankSlot, why: str) -> None:
+        unexpected = slot.gone is None
+        slot.end(why, self._waits)
+        if unexpected and self._raises and not self.closing:
+            self.break_off(
+                f"{slot.gone}, which shares the workers of this loader: the others cannot go on "
+                "(SharedPool('continue') lets them)"
+            )
+        self.changed.notify()
 
     def _slot_of(self, channel: Channel) -> RankSlot | None:
         return next((slot for slot in self.slots if slot.channel is channel), None)
@@ -279,6 +295,7 @@ class Ranks:
             return
         slot = self.slots[who.local_rank]
         slot.channel, slot.gone = channel, None
+        meet(slot.rank, channel.pid)
         is_awaited = self.epoch is not None and slot.state == "away"
         _send(channel, ("welcome", self.num_epochs - is_awaited))
 

@@ -315,6 +315,7 @@ class PoolServer:
         while True:
             seen = ranks.changed.events
             with ranks.lock:
+                ranks.miss()
                 this = ranks.epoch
                 if this is None and ranks.closing:
                     return None

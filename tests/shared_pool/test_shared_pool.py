@@ -561,6 +561,37 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         assert [job.result(0), job.result(2)] == theirs[::2]
 
 
+@pytest.mark.parametrize(
+    ("gone", "policy", "expected"),
+    [
+        (1, "raise", "local rank 1 has ended"),
+        (1, "continue", 2),
+        (0, "raise", "local rank 0, which"),
+    ],
+)
+def test_the_end_of_a_rank_is_known_to_loaders_that_it_has_not_begun(
+    gone: int, policy: str, expected: Any
+) -> None:
+    kept = list[object]()
+
+    def program(rank: int, together: Any) -> Any:
+        first, second = (pooled(Numbers(24), workers=SharedPool(policy)) for _ in range(2))
+        kept.append(second)  # until the others know, too
+        indices(first)
+        together.wait()
+        if rank == gone:
+            os._exit(0)
+        try:
+            return [len(indices(second)) for _ in range(2)][1]
+        except RuntimeError as error:
+            return str(error)
+
+    with Job(program, 3) as job:
+        for rank in {0, 1, 2} - {gone}:
+            found = job.result(rank)
+            assert found == expected or str(expected) in str(found)
+
+
 @mostly_slow(
     ("stranger", "kind", "words"),
     [(0, RuntimeError, "has ended"), (1, PermissionError, "same user")],
