@@ -333,6 +333,7 @@ class InlineEngine(BatchSource):
         except StopIteration:
             raise
         except BaseException:
+            self._runner.be_program()
             if self._host is not None:
                 self._host.be_program()
             if (known := self._batch) is None or not known.is_prepared:  # else it has left
@@ -538,6 +539,7 @@ class InlineEngine(BatchSource):
                 self._run(batch)
         else:
             self._run(batch)
+        runner.be_program()  # an interruption may be the error of the batch
         self._tried = None
         activity, size = self._activity, batch.size
         activity.until_ns = now = now_ns()

@@ -114,6 +114,7 @@ class SampleRandomness:
         self._by_state: list[rng_memory.TorchByState] = []
         self._outside: _Outside | None = None
         self._before: tuple[Any, int] | None = None
+        self._be_program: Callable[[], None] | None = None
         if bind_globals:
             self._attach()
 
@@ -195,6 +196,8 @@ class SampleRandomness:
         else:
             self._before = self._state.binding, self._state.generators_made
         self._snapshot.take()
+        if unbind:
+            self._be_program = self.rewind
 
     def drawn(self) -> bool:
         """Return whether code drew from the bound generators, or created a generator, since ``mark``."""
@@ -203,7 +206,11 @@ class SampleRandomness:
         before = self._before
         if before is not None and before[1] != self._state.generators_made:
             return True
-        return not self._snapshot.holds()
+        if not self._snapshot.holds():
+            return True
+        if before is None:
+            self._be_program = None
+        return False
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
@@ -213,6 +220,13 @@ class SampleRandomness:
         for generator in self._all:
             rest = None if generator.is_whole else next(left)
             generator.load([next(copies) for _ in generator.spans], rest)
+        if self._before is None:
+            self._be_program = None
+
+    def be_program(self) -> None:
+        """Leave nothing of a sample in the generators, wherever a call was interrupted; it can be repeated."""
+        if self._be_program is not None:
+            self._be_program()
 
     def capture(self) -> Captured:
         """Return the random state of a deferred sample, to continue it later, in any process.
@@ -273,7 +287,9 @@ class SampleRandomness:
             if outside is not None:
                 outside.restore()
             state.binding, state.generators_made = binding, made
+            self._be_program = None
 
+        self._be_program = restore
         return restore
 
 

@@ -360,6 +360,11 @@ class Runner:
             if self._stage_runner is not None:
                 self._stage_runner.capture = randomness.capture
 
+    def be_program(self) -> None:
+        """Leave nothing of a sample in the program's generators, wherever a call was interrupted."""
+        if self.randomness is not None:
+            self.randomness.be_program()
+
     @property
     def is_looking(self) -> bool:
         """Whether the next sample may run again, because it may make generators."""

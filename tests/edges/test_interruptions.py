@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -38,7 +39,9 @@ import minato
 from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
 from minato.engine import inline, measured_batches
 from minato.sampling.epoch import Epoch
-from minato.workers import error_policy, reading
+from minato.transforms import rng, rng_memory
+from minato.workers import error_policy, reading, runner
+from tests import datasets
 from tests.behaviour.states import plain as drawn
 from tests.datasets import Draws, InOrder, Numbers, drain, flat, wait_until
 from tests.selection import mostly_slow
@@ -450,6 +453,48 @@ def test_a_state_after_an_interruption(kind: str) -> None:
         again.close()
         assert found == Counter(range(LENGTH)), interrupter.where
     assert interrupter.raised > 10
+
+
+def drawing_collate(samples: list[Any]) -> list[Any]:
+    return [samples, *datasets.three_draws()]
+
+
+class Seldom(Draws):
+    """Most samples draw nothing, so that they are run without generators of their own."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index % 20 == 19 else [float(index)]
+
+
+def program_generators() -> Any:
+    of_numpy: Any = np.random.get_state(legacy=False)["state"]
+    key = of_numpy["key"].tolist(), of_numpy["pos"]
+    return random.getstate(), key, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("dataset", [Draws, Seldom])
+def test_the_programs_generators_are_restored_wherever_a_sample_is_interrupted(
+    dataset: Any,
+) -> None:
+    """Also by a second interruption of a batch, which is its error."""
+    files = tuple(str(module.__file__) for module in (inline, rng, rng_memory, runner))
+    interrupter = Interrupter(repeats=2, traced=(*files, datasets.__file__), exactly=True)
+    for _ in range(15):
+        raised = interrupter.raised
+        collate_fn = drawing_collate if dataset is Draws else list
+        iterator = iter(DataLoader(dataset(LENGTH), SIZE, seed=1, collate_fn=collate_fn))
+        before = program_generators()
+        while True:
+            try:
+                if interrupter.call(lambda: next(iterator, None)) is None:  # noqa: B023
+                    break
+            except KeyboardInterrupt:
+                pass
+            is_restored = program_generators() == before
+            assert is_restored, interrupter.where
+        if interrupter.raised == raised:
+            break
+    assert interrupter.raised > 100
 
 
 @pytest.mark.parametrize("kind", ["inline", "threads", "persistent", "streams"])
