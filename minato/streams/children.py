@@ -288,19 +288,25 @@ class Child:
     @contextmanager
     def _at_generators(self, states: Generators | None) -> Iterator[None]:
         """Have other states of the global generators meanwhile; None: the present ones."""
-        if self._outer is None:
+        outer = self._outer
+        if outer is None:
             yield
             return
-        self._outer.keep()
-        before = self._outer.kept()
-        if states is not None:
-            self._outer.load(states)
+        outer.keep()
+        before, left = outer.kept(), [] if states is None else [states]
         try:
-            yield
+            try:
+                if states is not None:
+                    outer.load(states)
+                    left.clear()
+                yield
+            finally:
+                _leave(outer, left, before)
+        except BaseException:  # of a signal's handler, which may have come in the midst of that
+            _leave(outer, left, before)
+            raise
         finally:
-            self._outer.keep()
-            self._again = self._outer.kept()
-            self._outer.load(before)
+            self._again = left[0] if left else states
 
     def is_of_item(self, error: BaseException) -> bool:
         """Whether an error counts as an item; warns if it has ended the iterator."""
@@ -309,6 +315,14 @@ class Child:
                 f"the generator of {self._name} has ended by an exception: the rest of it is missing"
             )
         return not self.got and isinstance(error, ERRORS)
+
+
+def _leave(outer: GlobalGenerators, left: list[Generators], before: Generators) -> None:
+    """Have the states before again, and those until now in ``left``, unless that has some; it can be repeated."""
+    if not left:
+        outer.keep()
+        left += (outer.kept(),)
+    outer.load(before)
 
 
 class _Point(NamedTuple):
@@ -343,6 +357,9 @@ class Window(Child):
         self._target = 0  # items before it are read again
         self._ends = False  # and then it ends
         self._own: Generators | None = None
+        self._after: torch.Tensor | None = (
+            None  # torch's generator after that item, until it has generators
+        )
 
     def read(self) -> Any:
         """The next item, which stays in ``got``, or StopIteration."""
@@ -385,20 +402,28 @@ class Window(Child):
         elif self._own is None:
             outer.keep()
             try:
-                self._ask(drops)
-            finally:
-                if not outer.are_kept():
+                try:
+                    self._ask(drops)
+                finally:
                     self._separate(outer)
+            except BaseException:  # as in ``_at_generators``
+                self._separate(outer)
+                raise
         else:
             outer.keep()
-            before = outer.kept()
+            before, left = outer.kept(), [self._own]
             try:
-                outer.load(self._own)
-                self._ask(drops)
+                try:
+                    outer.load(self._own)
+                    left.clear()
+                    self._ask(drops)
+                finally:
+                    _leave(outer, left, before)
+            except BaseException:  # as in ``_at_generators``
+                _leave(outer, left, before)
+                raise
             finally:
-                outer.keep()
-                self._own = outer.kept()
-                outer.load(before)
+                self._own = left[0] if left else self._own
         self._is_torn = False
         if not self.got:
             raise StopIteration
@@ -417,15 +442,23 @@ class Window(Child):
             return Postponed(error)
 
     def _separate(self, outer: GlobalGenerators) -> None:
-        """Give the child generators of its own, after its first item that has drawn."""
-        first = outer.kept()
-        self._points = deque(each._replace(generators=first) for each in self._points)
+        """Give the child generators of its own after its first item that has drawn; it can be repeated."""
+        if self._own is not None:
+            return
+        if self._after is None:
+            if outer.are_kept():
+                return
+            first = outer.kept()
+            points = deque(each._replace(generators=first) for each in self._points)
+            after = torch.default_generator.get_state()
+            self._points, self._after = points, after
+        torch.default_generator.set_state(self._after)
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         with self._at_generators(None):
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
             torch.default_generator.manual_seed(seed)
-        self._own = self._again
+        self._own, self._after = self._again, None
 
     def window_state(self) -> State:
         """The state from which the held items can be read again."""
@@ -451,7 +484,7 @@ class Window(Child):
         self._ended = False
         self.load(state["child"], self._target - self.at + further)
         self._due, generators, owns = self.at + self._every, None, state["owns"]
-        self._again = self._own = None
+        self._again = self._own = self._after = None
         if self._outer is not None and state["generators"] is not None:
             with self._at_generators(None):
                 self._outer.load_plain(state["generators"])

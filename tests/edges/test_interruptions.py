@@ -45,6 +45,7 @@ from tests import datasets
 from tests.behaviour.states import plain as drawn
 from tests.datasets import Draws, InOrder, Numbers, drain, flat, wait_until
 from tests.selection import mostly_slow
+from tests.streams.streams import DrawingSequences
 from tests.threads import wait_for_main
 
 LENGTH, SIZE = 51, 2
@@ -409,19 +410,24 @@ NESTED: dict[str, Callable[[], IterableDataset[Any]]] = {
     "nested": lambda: minato.shuffle(
         minato.mix({"a": minato.shuffle(Shards(), 3), "b": Shards()}, passes={"a": 1, "b": 2}), 5
     ),
+    "drawing": lambda: minato.shuffle(DrawingSequences(30), 5),
 }
 
 
 @pytest.mark.parametrize("kind", NESTED)
 def test_datasets_over_others_lose_no_item(kind: str) -> None:
-    """Items that an interrupted ``next()`` has read are those of the next one."""
-    streams = os.path.dirname(minato.streams.__file__)
-    interrupter = Interrupter(0.3, traced=(streams,), exactly=True)
-    expected = [*map(str, DataLoader(NESTED[kind](), SIZE))]
-    for _ in range(4):
-        iterator = iter(DataLoader(NESTED[kind](), SIZE))
-        found = map(str, iter(lambda: interrupter.next(iterator), None))  # noqa: B023
-        assert [*found] == expected, interrupter.where
+    """Items that an interrupted ``next()`` has read are those of the next one, as are the numbers that they draw."""
+    traced = os.path.dirname(minato.streams.__file__), str(rng_memory.__file__)
+    interrupter = Interrupter(0.3, traced=traced, exactly=True)
+    expected = list[str]()
+    for _ in range(13):
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1)
+        iterator = iter(DataLoader(NESTED[kind](), SIZE, collate_fn=str))
+        batches = iter(lambda: interrupter.next(iterator), None) if expected else iterator  # noqa: B023
+        found = [*batches, *map(str, datasets.three_draws())]
+        expected = expected or found
+        assert found == expected, interrupter.where
     assert interrupter.raised > 20
 
 
