@@ -300,12 +300,16 @@ def drawn_apart(
     while True:
         outside = keep()
         try:
-            begin()
-            draw = start() if draw is None else draw
-            item = next(draw, ended)
-        finally:
-            begin = keep()
+            try:
+                begin()
+                draw = start() if draw is None else draw
+                item = next(draw, ended)
+            finally:
+                begin = keep()
+                outside()
+        except BaseException:  # of a signal's handler, which may have come in the midst of that
             outside()
+            raise
         if item is ended:
             return
         yield item

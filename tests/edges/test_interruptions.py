@@ -31,6 +31,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     default_collate,
     get_worker_info,
 )
@@ -38,6 +39,7 @@ from torch.utils.data import (
 import minato
 from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
 from minato.engine import inline, measured_batches
+from minato.sampling import resume, samplers
 from minato.sampling.epoch import Epoch
 from minato.transforms import rng, rng_memory
 from minato.workers import error_policy, reading, runner
@@ -793,6 +795,34 @@ def test_a_shuffle_by_torchs_default_generator_goes_on_as_it_began() -> None:
         assert [*map(type, errors)] == [KeyboardInterrupt] * is_interrupted
         orders.append((found, torch.rand(3).tolist()))
     assert orders[0] == orders[1]
+
+
+class Lazily(Sampler[int]):
+    """Draws each index when it is asked for it."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(LENGTH):
+            yield int(torch.randint(LENGTH, ()))
+
+
+def test_what_a_resumed_sampler_draws_is_not_drawn_from_the_programs_generator() -> None:
+    """Wherever it is interrupted."""
+    interrupter = Interrupter(traced=(str(samplers.__file__), str(resume.__file__)), exactly=True)
+    torch.manual_seed(7)
+    first = DataLoader(Content(), SIZE, sampler=Lazily())
+    iterator = iter(first)
+    expected = taken(next(iterator))
+    state = first.state_dict()
+    expected += itertools.chain(*map(taken, iterator))
+    for _ in range(3):
+        later = DataLoader(Content(), SIZE, sampler=Lazily())
+        later.load_state_dict(state)
+        iterator, found, before = iter(later), expected[:SIZE], torch.get_rng_state()
+        while (batch := interrupter.next(iterator)) is not None:
+            assert torch.equal(torch.get_rng_state(), before), interrupter.where
+            found += taken(batch)
+        assert found == expected, interrupter.where
+    assert interrupter.raised > 10
 
 
 class Beside(Exception):
