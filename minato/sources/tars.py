@@ -194,10 +194,10 @@ class StrictHeader(tarfile.TarInfo):
             raise tarfile.ReadError(f"a header is damaged{other}: {message_of(error)}") from error
 
 
-def check_end(archive: Any) -> None:
+def check_end(archive: tarfile.TarFile) -> None:
     """Read what follows the end of an archive, which counts for nothing; ReadError: it is another archive."""
-    is_first = True
-    while block := archive.fileobj.read(tarfile.BLOCKSIZE):
+    is_first, file = True, cast(IO[bytes], archive.fileobj)
+    while block := file.read(tarfile.BLOCKSIZE):
         if is_first and block.strip(b"\0"):
             is_first = False
             with contextlib.suppress(tarfile.HeaderError):
