@@ -211,6 +211,8 @@ def record_warnings() -> None:
         r".* the same items",
     ):
         warnings.filterwarnings("ignore", text, minato.MinatoWarning)
+    # torch's fake tensors import Triton, once in a process.
+    warnings.filterwarnings("ignore", "The global interpreter lock", RuntimeWarning)
     for text in _OF_VERSIONS:
         warnings.filterwarnings("ignore", text, DeprecationWarning)
 
