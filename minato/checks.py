@@ -36,7 +36,9 @@ def refuse_class(name: str, value: type) -> NoReturn:
 def refuse_one(name: str, value: object) -> None:
     """TypeError: one text or path where several are expected; the letters of a text would be taken for them."""
     if isinstance(value, (str, bytes, os.PathLike)):
-        raise TypeError(f"{name}={os.fspath(value)!r} is one: give a list")
+        text = repr(os.fspath(value))
+        more = f", as sorted(glob.glob({text}))" if "*" in text else ""
+        raise TypeError(f"{name}={text} is one: give a list{more}")
 
 
 def refuse_single(batch: object) -> None:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import context
 from typing import Any, Generic, TypeVar
 
 from minato._fork_safety import renew_in_children
 from minato._support.values import message_of, type_name
+from minato.checks import did_you_mean
 
-__all__ = ["Connections", "Env", "Place", "Settings", "described", "shown_text", "shown_url"]
+__all__ = [
+    "Connections",
+    "Env",
+    "Place",
+    "Settings",
+    "check_settings",
+    "described",
+    "shown_text",
+    "shown_url",
+]
 
 T = TypeVar("T")
 
+_LOCAL = re.compile(r"file://|(?!.*(://|::))")
 _SECRET = re.compile(
     r"pass|pwd|secret|token|credential|(?<!ssl)key(?!_?(id|name|space|file|path))|auth|sas|signature|proxy_url|headers|"
     r"bearer|jwt|cookie|conn_?(str|info)|connection_?string|dsn|session(_id)?$",
@@ -211,6 +223,17 @@ class Settings:
         """All values, secrets included."""
         given = self._values.items()
         return {n: v.value() if isinstance(v, (Env, _Secret)) else v for n, v in given}
+
+
+def check_settings(urls: Sequence[object], settings: Iterable[str], own: type) -> None:
+    """TypeError: local files take no settings, so that one is an argument whose name is misspelt."""
+    if urls and all(isinstance(url, str) and _LOCAL.match(url) for url in urls):
+        for name in settings:
+            known = inspect.signature(own).parameters
+            raise TypeError(
+                f"{own.__name__} has no argument {name!r}, and local files take no settings of a storage"
+                f"{did_you_mean(name, known)}"
+            )
 
 
 class Place:

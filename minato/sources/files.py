@@ -11,7 +11,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from minato.sources.base import KeyedSource, Retry, SourceError
-from minato.sources.connections import Env, Place, Settings
+from minato.sources.connections import Env, Place, Settings, check_settings
 
 __all__ = ["Files"]
 
@@ -40,6 +40,7 @@ class Files(KeyedSource):
         **settings: object,
     ) -> None:
         super().__init__(keys, decode, retry)
+        check_settings([url], settings, Files)
         self.place = Place(url)
         self.settings = Settings(settings)
 

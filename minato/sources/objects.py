@@ -29,7 +29,7 @@ except ModuleNotFoundError:
     raise missing("minato.sources.objects", "obstore", "objects") from None
 
 from minato.sources.base import KeyedSource, Retry, TruncatedObject
-from minato.sources.connections import Env, Place, Settings
+from minato.sources.connections import Env, Place, Settings, check_settings
 from minato.sources.tars import StrictHeader, check_end
 
 __all__ = ["Objects", "Part", "tar_members"]
@@ -102,6 +102,7 @@ class Objects(KeyedSource):
         **settings: object,
     ) -> None:
         super().__init__(keys, decode, retry)
+        check_settings([url], settings, Objects)
         self.place = Place(url)
         self.client_options = Settings(client_options or {})
         self.settings = Settings(settings)

@@ -15,7 +15,7 @@ from minato._support.values import message_of
 from minato.checks import refuse_one
 from minato.errors import is_lost_connection, missing
 from minato.sources.base import Retry, SourceError
-from minato.sources.connections import Place, Settings, described, shown_url
+from minato.sources.connections import Place, Settings, check_settings, described, shown_url
 from minato.streams.shards import ShardedDataset
 
 __all__ = ["TarShards"]
@@ -60,6 +60,7 @@ class TarShards(ShardedDataset[Sample]):
         super().__init__(seed=seed, new_shards=new_shards, retry=retry)
         refuse_one("files", files)
         urls = [os.fspath(file) for file in files]
+        check_settings(urls, settings, TarShards)
         self._names = [shown_url(url) for url in urls]
         self._places = {name: Place(url) for name, url in zip(self._names, urls, strict=True)}
         self.settings = Settings(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import sqlite3
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import numpy as np
@@ -395,6 +396,23 @@ def test_a_forked_child_opens_its_own_and_closes_none_of_its_parent() -> None:
         assert number == 1
 
 
+def test_a_misspelt_argument_is_no_setting_of_local_files(tmp_path: Path) -> None:
+    """It would be taken for one, and have no effect: no seed, no function that decodes."""
+    for package in ("obstore", "fsspec"):
+        pytest.importorskip(package, reason=f"{package} is not installed: install the extra 'test'")
+    from minato.sources.files import Files
+    from minato.sources.objects import Objects
+    from minato.sources.tars import TarShards
+
+    makes: list[Any] = [Files, Objects]
+    for make, place in itertools.product(makes, (str(tmp_path), f"file://{tmp_path}")):
+        with pytest.raises(TypeError, match="no argument 'decod', .* did you mean 'decode'"):
+            make(place, decod=str)
+    with pytest.raises(TypeError, match="TarShards has no argument 'sead', .* mean 'seed'"):
+        TarShards([tmp_path / "a.tar"], sead=1)
+    TarShards(["s3://box/a.tar", "simplecache::file://a.tar"], key="k")
+
+
 def test_one_text_in_place_of_several_is_refused() -> None:
     """Its letters would be taken for names of columns, files or keys."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: install the extra 'test'")
@@ -409,6 +427,8 @@ def test_one_text_in_place_of_several_is_refused() -> None:
     for option in ("columns", "keys"):
         with pytest.raises(TypeError, match=f"{option}='ab' is one: give a list"):
             SQLite("x.db", "samples", **{option: one})
+    with pytest.raises(TypeError, match=r"is one: give a list, as sorted\(glob\.glob\('\*'\)\)$"):
+        HuggingFaceShards("json", cast(Any, "*"))
     with pytest.raises(TypeError, match="keys='ab' is one: give a list"):
         SQLite("x.db", "samples").subset(one)
     with pytest.raises(TypeError, match="files='ab' is one: give a list"):
