@@ -46,8 +46,8 @@ from minato.sampling.replay import RecordedOrder
 
 OTHER_INDICES = (
     "the sampler yields other indices than when the state was taken, or other batches of them, so the remaining ones "
-    "are unknown: use seed= and the same batch size, give the sampler a generator, or give it state_dict() and "
-    "load_state_dict()"
+    "are unknown: use seed= and the same batch size, call set_epoch if the sampler has one, give it a generator, or "
+    "state_dict() and load_state_dict()"
 )
 _MOST_RESERVED = 1 << 20
 """Samples of a batch for which memory is reserved in advance, where their number is unknown."""

@@ -489,6 +489,29 @@ class Rolling(InOrder):
         return iter(random.sample(range(self.size), self.size))
 
 
+class OfEpoch(InOrder):
+    """Its order depends on its epoch, which it does not show."""
+
+    random = random.Random(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.random = random.Random(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(self.size), self.size))
+
+
+def test_the_epoch_of_a_sampler_that_does_not_show_it_is_set_by_the_program() -> None:
+    loader = make(sampler=OfEpoch(SIZE))
+    loader.set_epoch(3)
+    seen, state = begun(loader, 2)
+    with pytest.raises(ValueError, match="call set_epoch if the sampler has one"):
+        iter(resumed(state, make(sampler=OfEpoch(SIZE))))
+    loader = resumed(state, make(sampler=OfEpoch(SIZE)))
+    loader.set_epoch(3)
+    assert sorted(flat(seen) + flat(indices(loader))) == list(range(SIZE))
+
+
 def test_a_sampler_that_gives_another_order_is_refused() -> None:
     _, state = begun(make(sampler=Rolling(SIZE)), 2)
     loader = resumed(state, make(sampler=Rolling(SIZE)))
