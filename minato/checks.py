@@ -43,7 +43,7 @@ def refuse_one(name: str, value: object) -> None:
 
 def refuse_single(batch: object) -> None:
     """TypeError: a batch_sampler has given something else than a list of indices."""
-    if not isinstance(batch, Iterable):
+    if not (hasattr(type(batch), "__iter__") or hasattr(type(batch), "__getitem__")):
         raise TypeError(
             f"the batch_sampler gave {text_of(batch)}, which is no list of indices: did you mean sampler=?"
         ) from None
@@ -125,10 +125,9 @@ def warn_of_parts(dataset: object) -> None:
             f"dataset={text_of(dataset)} is a text, whose samples are its letters: give a dataset that reads what is "
             "there"
         )
-    kinds = {
-        f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(dataset).__mro__
-    }
-    for name in kinds & _BY_COLUMN:
+    name = type_name(dataset, module=True)
+    name = f"{name.partition('.')[0]}.{name.rpartition('.')[2]}"
+    if name in _BY_COLUMN:
         warn(
             f"dataset is a {name}, of which dataset[i] is a column: give a dataset that returns row i"
         )

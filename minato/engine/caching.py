@@ -164,5 +164,5 @@ def _prefix(version: str | None, dataset: Any, steps: tuple[object, ...]) -> byt
         return fingerprint(dataset, steps)
     except TypeError as error:
         raise TypeError(
-            f"{error}; a version= of your own for the cache stands for the fingerprint"
+            f"{error}; you may give the cache a version= of your own instead"
         ) from error

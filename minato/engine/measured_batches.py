@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log1p
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -281,6 +281,7 @@ class MeasuredBatches(Layer):
 
 def _has_fields(sample: object) -> bool:
     """Whether the length of a sample is the number of its fields: of a dictionary, or of a pair of array and label."""
-    if isinstance(sample, tuple):
-        return any(isinstance(part, (np.ndarray, torch.Tensor, list, dict)) for part in sample)
+    if issubclass(type(sample), tuple):
+        arrays = (np.ndarray, torch.Tensor, list, dict)
+        return any(issubclass(type(part), arrays) for part in cast(tuple[Any, ...], sample))
     return gives_keys(sample)

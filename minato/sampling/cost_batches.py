@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -149,10 +149,11 @@ def check_costs(
     dataset: object, sampler: object, batch_sampler: object, *, in_batches: bool
 ) -> None:
     """Refuse batches of indices in the place of indices, and warn of costs of another dataset."""
-    if isinstance(sampler, CostBatchSampler) and in_batches:
+    if issubclass(type(sampler), CostBatchSampler) and in_batches:
         raise TypeError("sampler= gives single indices: pass a CostBatchSampler as batch_sampler=")
-    if isinstance(batch_sampler, CostBatchSampler):
-        given, length = len(batch_sampler._costs), length_of(dataset)
+    if issubclass(type(batch_sampler), CostBatchSampler):
+        given = len(cast(CostBatchSampler, batch_sampler)._costs)
+        length = length_of(dataset)
         if length is not None and given != length:
             warn(
                 f"the CostBatchSampler has the costs of {given} samples, and the dataset has {length}: give one cost "
