@@ -144,7 +144,7 @@ def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """
     columns: dict[str, pa.Field] = {}
     for given in itertools.chain(*schemas):
-        field = given.with_type(_READ_AS.get(given.type, given.type))
+        field = given.with_type(_read_as(given.type))
         known = columns.setdefault(field.name, field)
         if known.type != field.type:
             both = [pa.schema([known]), pa.schema([field])]
@@ -165,6 +165,27 @@ def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
                 )
             columns[field.name] = found
     return pa.schema(list(columns.values()))
+
+
+def _read_as(kind: pa.DataType) -> pa.DataType:
+    """The type that a column is read as: see _READ_AS. Arrow cannot select rows by views within other types, either."""
+    if kind in _READ_AS or "view" not in str(kind):
+        return _READ_AS.get(kind, kind)
+
+    def part(field: pa.Field) -> pa.Field:
+        return field.with_type(_read_as(field.type))
+
+    if types.is_struct(kind):
+        return pa.struct([part(kind.field(i)) for i in range(kind.num_fields)])
+    if types.is_map(kind):
+        return pa.map_(part(kind.key_field), part(kind.item_field))
+    if types.is_list(kind):
+        return pa.list_(part(kind.value_field))
+    if types.is_large_list(kind):
+        return pa.large_list(part(kind.value_field))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(part(kind.value_field), kind.list_size)
+    return kind  # views of lists, which Arrow does not cast
 
 
 def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:

@@ -147,6 +147,26 @@ def test_views_are_strings_and_rows_are_selected_by_them(kind: Any, tmp_path: Pa
     assert list(ParquetStream(tmp_path / "b.parquet")) == parts.to_pylist()
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.string_view()),
+        pa.large_list(pa.binary_view()),
+        pa.list_(pa.string_view(), 1),
+        pa.list_(pa.struct([("view", pa.list_(pa.string_view()))])),
+        pa.map_(pa.string_view(), pa.string_view()),
+    ],
+    ids=str,
+)
+def test_rows_are_selected_beside_views_within_other_types(kind: Any, tmp_path: Path) -> None:
+    inner: Any = [{"view": ["a"]}] if "struct" in str(kind) else ["a"]
+    values = [[("a", "a")] if pa.types.is_map(kind) else inner, None]
+    table = pa.table({"x": [1, 2, 3, 4], "c": pa.array(values * 2, kind)})
+    pq.write_table(table, tmp_path / "0.parquet")
+    source = Parquet(tmp_path, where=ds.field("x") > 1)
+    assert [row["c"] for row in source] == table["c"].to_pylist()[1:]
+
+
 @pytest.mark.parametrize("kind", [pa.list_view, pa.large_list_view])
 def test_views_of_lists_are_lists(kind: Any, tmp_path: Path) -> None:
     """Otherwise numbers would become booleans where the first file has these."""
