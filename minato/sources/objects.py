@@ -40,7 +40,7 @@ _HEADERS_BYTES = 64 << 10  # read-ahead in a tar file
 _REFUSED = re.compile(
     r"status code: 4(?!08|25|29)\d\d|os error (1|2|13|20|21|22|27|28|30|36|40|122)\)|builder error"
     r"|canonicalize"  # a directory that does not exist
-    r"|Generic URL error|Operation not supported|Content-Length Header missing"
+    r"|Generic URL error|Operation not supported|Content-Length Header missing|Error parsing Path"
 )
 """In the text of an error: the server, the file system or the client refused the request, and would do so again."""
 _REMEDIES = {

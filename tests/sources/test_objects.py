@@ -182,6 +182,7 @@ def test_what_this_machine_refuses_is_asked_for_once(tmp_path: Path) -> None:
         (f"{tmp_path}", "x", "write a directory as 'file:///directory'$"),
         ("ftp://box/data", "x", "ftp://box/data"),
         ("s3://box/data", "x", r"belong to client_options, as {'allow_http': True}$"),
+        (f"file://{tmp_path}/new%0Aline", "x", "Error parsing Path"),
     ):
         options = {"allow_http": True} if url.startswith("s3") else {}
         source = Objects(url, **THRICE, **options)
