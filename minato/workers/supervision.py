@@ -429,7 +429,8 @@ class RestartPolicy:
         if self._restarts and not unable and times < fatal:
             return f"{what} Another worker takes its place, and nothing is lost.{details}", None
         if self._restarts and not unable:
-            what += f" {times} workers died there: it is the likely cause.{details}"
+            told = "none got further" if between else "it is the likely cause"
+            what += f" {times} workers died there: {told}.{details}"
             # An item that its reader has not given cannot be left out: no reader gets past it.
             if sample and self._settles and not sample.is_read:
                 return None, WorkerDiedError(what)

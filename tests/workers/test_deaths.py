@@ -227,7 +227,7 @@ def last_word(policy: RestartPolicy, code: int) -> str:
 def test_deaths_before_any_sample_add_up() -> None:
     words = "signal: Segmentation fault .* between samples"
     policy = borne(-signal.SIGSEGV, words, [(0, 0)] * 2)
-    assert "3 workers died" in last_word(policy, -signal.SIGSEGV)
+    assert "3 workers died there: none got further." in last_word(policy, -signal.SIGSEGV)
 
 
 def test_a_death_that_raises_counts_once_however_often_the_program_asks() -> None:
