@@ -19,7 +19,7 @@ import pkgutil
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import thread as executor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
@@ -358,7 +358,7 @@ def collate_in_own_memory(samples: object) -> Any:
 
 
 def _stack_in_own_memory(
-    tensors: Sequence[torch.Tensor],
+    tensors: list[torch.Tensor] | tuple[torch.Tensor, ...],
     *,
     collate_fn_map: dict[type | tuple[type, ...], Callable[..., object]] | None = None,
 ) -> torch.Tensor:
@@ -377,7 +377,7 @@ def _stack_in_own_memory(
         storage = typed_storage(memory, first.dtype)
         # As torch does in a worker: dtype and class of the batch are those of the first tensor.
         out = first.new(storage).resize_(len(tensors), *first.size())
-    return torch.stack(list(tensors), 0, out=out)
+    return torch.stack(tensors, 0, out=out)
 
 
 def torch_modes() -> int:

@@ -101,6 +101,19 @@ def test_getitems_gets_python_integers_and_the_container_that_was_drawn(
     )
 
 
+class Tensorial(Numbers):
+    """``__getitems__`` returns one tensor, which ``default_collate`` refuses."""
+
+    def __getitems__(self, keys: list[int]) -> Any:
+        return torch.tensor(keys)
+
+
+@each
+def test_a_tensor_is_no_list_of_samples(workers: Any, own: Any) -> None:
+    outcome = same_for_both(lambda make: [*make(Tensorial(4), 2, **workers)], **own)
+    assert outcome[:2] == ("raised", "TypeError")
+
+
 class Both(Numbers):
     """``__getitems__`` may be switched off by None, as torch's own wrappers do."""
 
