@@ -44,7 +44,7 @@ from minato.workers.fetch import LEAST_BOUND, LEAST_ROWS, Fetcher, fetcher_of
 from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host
 from minato.workers.reads import InFlight, Read, reads_of
-from minato.workers.runner import WORTH_BINDING_NS, Runner, StageRunner
+from minato.workers.runner import WORTH_BINDING_NS, Runner, StageRunner, of_copies
 from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
 _ANYTHING: Kinds = (BaseException,)
@@ -398,7 +398,7 @@ class InlineEngine(BatchSource):
         if type(indices) is not list:
             indices = list(indices)
         self._tried, began_ns = drawn, now_ns()
-        fetch = fetcher.one if count < LEAST_BOUND else fetcher.now(count)
+        fetch = of_copies(fetcher.one if count < LEAST_BOUND else fetcher.now(count), indices[0])
         bind = restore = None
         if randomness is not None:
             if draws:

@@ -663,7 +663,7 @@ def as_given(batch: object) -> Any:
 
     The batch itself stays as it is: the call may run again, or single calls in its place.
     """
-    return _copied(batch[0] if type(batch) is Alone else batch)
+    return copied_index(batch[0] if type(batch) is Alone else batch)
 
 
 def batch_maker(
@@ -686,7 +686,7 @@ def batch_maker(
                     f"the batch sampler yields a {kind.__qualname__}, which the dataset's __getitems__ must get as it "
                     f"is, and {divided}"
                 )
-            given = _copied(given) if copies else given
+            given = copied_index(given) if copies else given
             try:
                 len(given)
             except TypeError:
@@ -694,13 +694,14 @@ def batch_maker(
             return given
         batch = list(given) if batched else [given]
         if copies and batch and type(batch[0]) not in (int, str):
-            return list(map(_copied, batch))
+            return list(map(copied_index, batch))
         return batch
 
     return make
 
 
-def _copied(index: Any) -> Any:
+def copied_index(index: Any) -> Any:
+    """Return a copy of an index of a type that can be changed."""
     if type(index) is torch.Tensor:
         return index.clone()
     return index.copy() if type(index) in (np.ndarray, list, dict, set) else index

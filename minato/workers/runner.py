@@ -22,6 +22,7 @@ from minato._support.objects import nbytes_of
 from minato.batching.blobs import Kinds
 from minato.observe.meters import UNKNOWN, Meters
 from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
+from minato.sampling.samplers import copied_index
 from minato.transforms.compose import CollateFn, Transforms
 from minato.transforms.rng import Captured, SampleRandomness
 from minato.workers.plan import WorkerPlan
@@ -50,6 +51,16 @@ Bind = Callable[[int, Any], None]
 Ran = tuple[list[Any], BaseException | None]
 """The samples that have run, and what the next one raised, or None."""
 Occurrences = Callable[[int, int], list[int] | None]
+
+
+def of_copies(fetch: Fetch, index: object) -> Fetch:
+    """Return what gives ``fetch`` a copy of each index, where they are like this one.
+
+    The dataset may change an index that is a list or a dictionary, and its sample may run again.
+    """
+    if type(index) in (int, str):
+        return fetch
+    return lambda index: fetch(copied_index(index))
 
 
 @dataclass(eq=False)
@@ -550,6 +561,8 @@ class Runner:
             self.durations = array("q", bytes(8 * len(indices)))
         if self.failure is not None:
             return [], self.failure
+        if indices and not batch_size:
+            fetch = of_copies(fetch, indices[0])
         if self.tracer.enabled:
             if batch_size:
                 fetch = self._recorded_many(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data import DataLoader as TorchLoader
 
 from minato import DataLoader, ErrorPolicy, Record
@@ -134,6 +135,9 @@ class Popping(Numbers):
             raise ValueError("every other call")
         return popped
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getitems__(index)
+
 
 @pytest.mark.parametrize("workers", ["inline", "fork", "threads"])
 @pytest.mark.parametrize("own", [{}, {"errors": "retry"}, {"order": "arrival"}])
@@ -142,3 +146,13 @@ def test_a_dataset_may_change_the_list_that_it_gets(own: dict[str, Any], workers
     dataset.fails = "errors" in own
     batches = DataLoader(dataset, 4, collate_fn=list, seed=1, **own, **WORKERS[workers])
     assert sorted(flat(batches)) == list(range(120))
+
+
+@pytest.mark.parametrize("workers", ["inline", "fork", "threads"])
+@pytest.mark.parametrize("own", [{}, {"errors": "retry"}])
+def test_a_dataset_may_change_an_index(own: dict[str, Any], workers: str) -> None:
+    dataset = Popping(120)
+    dataset.fails = "errors" in own
+    lists = BatchSampler(range(120), 4, False)
+    batches = DataLoader(dataset, None, sampler=lists, seed=1, **own, **WORKERS[workers])
+    assert flat(batches) == list(range(120))
