@@ -48,6 +48,7 @@ from minato.sampling.samplers import (
     batch_maker,
     drawn_ahead,
     epoch_of,
+    errors_of,
     in_epoch,
     nested,
     next_sampler,
@@ -238,14 +239,15 @@ class Epoch:
             self.progress.readers = readers
             readers.prefix, readers.beyond = self.progress.prefix, self.progress.beyond
             self._state = self._default = None
-            return IndexBatches(readers.source, readers.again, self.progress.requested)
+            return IndexBatches(readers.source, readers.again, self.progress.requested, ())
         path = spec.record_order
         if path is not None:
             first = self.progress.done().batches
             self.progress.record = OrderRecord(path, self.number, self.seed, first, self._origin())
         again = functools.partial(self._again, state)
         self._state = self._default = None
-        return IndexBatches(begin, again, self.progress.requested)
+        errors = errors_of(self.draw.samplers)
+        return IndexBatches(begin, again, self.progress.requested, errors)
 
     def _source(self, state: LoaderState | None) -> Source:
         """The remaining batches, of the epoch or of the one in which a state was taken."""

@@ -523,6 +523,15 @@ DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that use torch's default generator before their first index, and not afterwards."""
 LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
 """Containers of indices that mean no more than their elements; a dataset gets any other one whole or not at all."""
+_RAISES_NOTHING = (
+    *(BatchSampler, DistributedSampler, SequentialSampler, SeededSampler, RankSampler),
+    *DRAWS_AT_FIRST,
+)
+
+
+def errors_of(samplers: Iterable[object]) -> tuple[type[Exception], ...]:
+    """Return what nested samplers may raise themselves; none, where any exception is that of a signal's handler."""
+    return () if all(is_exactly(one, _RAISES_NOTHING) for one in samplers) else (Exception,)
 
 
 def _may_repeat(sampler: Any) -> bool:
@@ -799,6 +808,7 @@ class IndexBatches:
         again: Returns the batches from one on, given the number of those before it; None: an interruption ends them.
         note: Called with the indices of some batches, the number of the first, and the ns of drawing since the last
             call. It may be called again, without effect.
+        errors: The exceptions that are the sampler's own, after which it has ended, as with torch; others interrupt.
 
     Attributes:
         goes_on: Whether the last error was that of one batch, which has no indices; the next call is for the next one.
@@ -809,10 +819,12 @@ class IndexBatches:
         begin: Callable[[], Source],
         again: Callable[[int], Source] | None = None,
         note: Callable[[Sequence[Batch], int, int], object] = lambda batches, first, took_ns: None,
+        errors: tuple[type[Exception], ...] = (Exception,),
     ) -> None:
         self._begin = begin
         self._again = again
         self._note = note
+        self._errors = errors
         self._source: Source | None = None
         self._numbers = itertools.count()
         self._ahead: deque[Drawn] = deque()
@@ -861,7 +873,7 @@ class IndexBatches:
                 if len(drawn) == 2:
                     try:
                         drawn.append(make(*drawn))
-                    except Exception:  # no such indices: as with torch, the next batch follows
+                    except self._errors:  # no such indices: as with torch, the next batch follows
                         self.goes_on = True
                         self._num_dropped = drawn.number + 1
                         self._ahead.remove(drawn)
@@ -884,7 +896,7 @@ class IndexBatches:
                 self._source = self._drawn_again()
                 self._take()
             self._was_interrupted = False
-        except Exception:  # the sampler's, as with torch
+        except self._errors:
             self.goes_on = False
             raise
         except BaseException:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils import data
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -39,7 +40,7 @@ from torch.utils.data import (
 import minato
 from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
 from minato.engine import inline, measured_batches
-from minato.sampling import resume, samplers
+from minato.sampling import readers, resume, samplers
 from minato.sampling.epoch import Epoch
 from minato.transforms import rng, rng_memory
 from minato.workers import error_policy, reading, runner
@@ -139,6 +140,7 @@ class Interrupter:
         traced: Beginnings of the names of the files whose lines count.
         seed: Of the choice.
         exactly: Not at lines, but where Python runs handlers of signals: behind calls, and where functions begin.
+        error: What it raises.
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class Interrupter:
         traced: tuple[str, ...] = TRACED,
         seed: int = 0,
         exactly: bool = False,
+        error: type[BaseException] = KeyboardInterrupt,
     ) -> None:
+        self.error = error
         self._event = "opcode" if exactly else "line"
         self.raised, self.where = 0, ""
         self._chance, self._repeats, self._traced = chance, repeats, traced
@@ -183,7 +187,7 @@ class Interrupter:
         """What comes next, or None; a call that is interrupted is made again."""
         try:
             return self.call(lambda: next(iterator, None), kind)
-        except KeyboardInterrupt:
+        except self.error:
             is_program(self)
             return next(iterator, None)
 
@@ -219,7 +223,7 @@ class Interrupter:
                 self._armed = False
                 self.raised += 1
                 self.where = f"{name}:{line} in {frame.f_code.co_name} ({self._kind})"
-                raise KeyboardInterrupt
+                raise self.error
         return self._line
 
 
@@ -255,7 +259,7 @@ def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30
         try:
             iterator = interrupter.call(lambda: iter(loader), "iter")
             break
-        except KeyboardInterrupt:
+        except interrupter.error:
             is_program(interrupter)
     iterator = iter(loader) if iterator is None else iterator  # which of a stream has no length
     for number in range(stop):
@@ -298,6 +302,18 @@ def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
     most = epochs if kind != "processes" else epochs // 3 + 1
     check(KINDS[kind], interrupter, most)
     assert interrupter.raised > least
+
+
+@pytest.mark.parametrize(
+    "kind", ["inline", "shuffled", "distributed", "threads", "persistent", "streams"]
+)
+def test_an_alarm_within_a_sampler_that_raises_nothing_loses_no_batch(kind: str) -> None:
+    """Its handler raises an Exception, which any other sampler may have raised itself."""
+    files = data.sampler, data.distributed, readers
+    traced = tuple(str(module.__file__) for module in files)
+    interrupter = Interrupter(0.5, traced=traced, exactly=True, error=TimeoutError)
+    check(KINDS[kind], interrupter, 8)
+    assert interrupter.raised
 
 
 class Ordinals(IterableDataset[int]):
