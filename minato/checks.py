@@ -41,12 +41,15 @@ def refuse_one(name: str, value: object) -> None:
         raise TypeError(f"{name}={text} is one: give a list{more}")
 
 
-def refuse_single(batch: object) -> None:
-    """TypeError: a batch_sampler has given something else than a list of indices."""
+def refuse_single(batch: object, error: Exception) -> None:
+    """Raise Python's error again, with the remedy, if a batch_sampler has given something else than a list."""
     if not (hasattr(type(batch), "__iter__") or hasattr(type(batch), "__getitem__")):
-        raise TypeError(
-            f"the batch_sampler gave {text_of(batch)}, which is no list of indices: did you mean sampler=?"
-        ) from None
+        given = text_of(batch)
+        add_note(
+            error,
+            f"the batch_sampler gave {given}, which is no list of indices: did you mean sampler=?",
+        )
+        raise error.with_traceback(None)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], others: str = "") -> None:

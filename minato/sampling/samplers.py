@@ -873,11 +873,12 @@ class IndexBatches:
                 if len(drawn) == 2:
                     try:
                         drawn.append(make(*drawn))
-                    except self._errors:  # no such indices: as with torch, the next batch follows
+                    except self._errors as error:
+                        # No such indices: as with torch, the next batch follows.
                         self.goes_on = True
                         self._num_dropped = drawn.number + 1
                         self._ahead.remove(drawn)
-                        refuse_single(drawn[0])
+                        refuse_single(drawn[0], error)
                         raise
         indices = [drawn[-1] if len(drawn) > 2 else drawn[0] for drawn in new]
         took_ns, self._took_ns = self._took_ns, 0
