@@ -830,6 +830,7 @@ class IndexBatches:
         self._ahead: deque[Drawn] = deque()
         self._num_dropped = self._num_noted = self._took_ns = 0
         self._was_interrupted = False
+        self._raised_at = -1  # the number of batches that had been dropped
         self.goes_on = False
 
     @classmethod
@@ -900,8 +901,15 @@ class IndexBatches:
         except self._errors:
             self.goes_on = False
             raise
-        except BaseException:
-            self._was_interrupted = len(self._ahead) == known or most > 1
+        except BaseException as error:
+            has_none = len(self._ahead) == known
+            if isinstance(error, Exception) and has_none and self._raised_at == self._num_dropped:
+                # Again, and no batch came in between: no signal's, but of the dataset's length. As with torch, it ends.
+                self._source = Source(iter(()))
+                self._was_interrupted = False
+            else:
+                self._was_interrupted = has_none or most > 1
+                self._raised_at = self._num_dropped
             raise
         self._took_ns += now_ns() - began_ns
         return len(self._ahead) > known

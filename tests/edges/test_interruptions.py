@@ -33,6 +33,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     default_collate,
     get_worker_info,
 )
@@ -314,6 +315,21 @@ def test_an_alarm_within_a_sampler_that_raises_nothing_loses_no_batch(kind: str)
     interrupter = Interrupter(0.5, traced=traced, exactly=True, error=TimeoutError)
     check(KINDS[kind], interrupter, 8)
     assert interrupter.raised
+
+
+class Lengthless(Content):
+    def __len__(self) -> int:
+        raise ValueError("no length")
+
+
+def test_a_length_that_always_raises_ends_the_epoch() -> None:
+    """A program that goes on after errors, as it may with torch, comes to an end."""
+    sampler = SequentialSampler(Lengthless())
+    iterator = iter(DataLoader(Content(), sampler=sampler, batch_size=2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no length"):
+            next(iterator)
+    assert next(iterator, None) is None
 
 
 class Ordinals(IterableDataset[int]):
