@@ -222,10 +222,12 @@ class Stuck(Numbers):
     def __init__(self) -> None:
         super().__init__(64)
         # Not an Event, whose set() would wait for a process that ended.
+        self.is_stuck = multiprocessing.RawValue("b", 0)
         self.over = multiprocessing.RawValue("b", 0)
 
     def __getitem__(self, index: int) -> int:
         while index >= 4 and not self.over.value:
+            self.is_stuck.value = 1
             time.sleep(0.01)
         return index
 
@@ -256,6 +258,7 @@ def test_a_signal_while_a_dropped_iterator_ends_its_workers(
     loader = DataLoader(dataset, 4, num_workers=2, **options)
     iterator = iter(loader)
     next(iterator)
+    wait_until(lambda: dataset.is_stuck.value == 1)  # a worker that has nothing to do ends at once
     place = ("threading.py", "join") if "workers" in options else ("supervision.py", "outlast")
     sender = threading.Thread(target=signal_at_the_end_of_workers, args=(number, *place))
     ignored: list[type[BaseException]] = []
