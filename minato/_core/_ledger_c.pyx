@@ -336,17 +336,18 @@ cdef class Ledger:
         return found
 
     def blobs(self, uint32_t batch):
-        """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
+        """``(k, kind, offset, nbytes)`` of each place k of a full batch that has a blob."""
         cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *position
-        cdef uint64_t seq, blob, first = mn_load_relaxed_u64(&record.first)
+        cdef uint64_t blob, nbytes, first = mn_load_relaxed_u64(&record.first)
+        cdef uint32_t k
         found = []
-        for seq in range(first, first + mn_load_relaxed_u32(&record.count)):
-            position = mn_at(&self.ledger, seq)
+        for k in range(mn_load_relaxed_u32(&record.count)):
+            position = mn_at(&self.ledger, first + k)
             blob = mn_load_relaxed_u64(&position.blob)
-            found.append(
-                (blob & MN_KIND_MASK, blob & ~<uint64_t>MN_KIND_MASK, mn_load_relaxed_u64(&position.blob_nbytes))
-            )
+            if blob:
+                nbytes = mn_load_relaxed_u64(&position.blob_nbytes)
+                found.append((k, blob & MN_KIND_MASK, blob & ~<uint64_t>MN_KIND_MASK, nbytes))
         return found
 
 

@@ -354,14 +354,15 @@ class Ledger:
             ]
             return own if found == [*own] else found
 
-    def blobs(self, batch: int) -> list[tuple[int, int, int]]:
-        """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
+    def blobs(self, batch: int) -> list[tuple[int, int, int, int]]:
+        """``(k, kind, offset, nbytes)`` of each place k of a full batch that has a blob."""
         with self._lock:
             found = []
-            for position in self._range(batch):
+            for k, position in enumerate(self._range(batch)):
                 record = self._positions[position & self._mask]
-                blob = int(record["blob"])
-                found.append((blob & KIND_MASK, blob & ~KIND_MASK, int(record["blob_nbytes"])))
+                if blob := int(record["blob"]):
+                    nbytes = int(record["blob_nbytes"])
+                    found.append((k, blob & KIND_MASK, blob & ~KIND_MASK, nbytes))
             return found
 
     # ---- inner parts, called with the lock held ---------------------------------------------

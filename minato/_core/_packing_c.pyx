@@ -141,13 +141,11 @@ cdef class Packer:
             return None
         return texts if self.has_texts else ()
 
-    def pack_run(self, list samples, address, Py_ssize_t k) -> bool:
+    def pack_run(self, list samples, address, Py_ssize_t k) -> list | None:
         """Write a run of samples from place k on."""
         if not 0 <= k <= self.n - len(samples):
             raise IndexError(f"samples {k} to {k + len(samples) - 1} in a batch of {self.n}")
-        if self.has_texts:
-            return False
-        return self.write_run(samples, <char *> <uintptr_t> address, NULL, k, LONG_MAX) is not None
+        return self.write_run(samples, <char *> <uintptr_t> address, NULL, k, LONG_MAX)
 
     def pack_fields(self, list samples, list addresses, Py_ssize_t kept_nbytes) -> list | None:
         """Write all samples of a batch into fields that lie anywhere, except texts and large tensors."""

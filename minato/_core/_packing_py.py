@@ -97,7 +97,7 @@ class Packer:
             return None
         return (texts or ()) if fits else None
 
-    def pack_run(self, samples: list[object], address: int, k: int) -> bool:
+    def pack_run(self, samples: list[object], address: int, k: int) -> list[Any] | None:
         """Write a run of samples from place k on.
 
         Args:
@@ -106,20 +106,23 @@ class Packer:
             k: Number of the first sample in the batch.
 
         Returns:
-            False if a sample does not fit or the spec has texts; then any of the places may have been written.
+            Their texts, sample after sample in the order of the spec; ``None`` if a sample does not fit, and then any
+            of the places may have been written.
 
         Raises:
             IndexError: The batch has fewer samples.
         """
         if not 0 <= k <= self._n - len(samples):
             raise IndexError(f"samples {k} to {k + len(samples) - 1} in a batch of {self._n}")
+        texts: list[Any] = []
         try:
-            return not self._has_texts and all(
-                _write(self._spec, sample, address, k + i, [], None)
+            fit = all(
+                _write(self._spec, sample, address, k + i, texts, None)
                 for i, sample in enumerate(samples)
             )
         except Exception:  # only what an unusual sample raises when it is looked at
-            return False
+            return None
+        return texts if fit else None
 
     def pack_fields(
         self, samples: list[object], addresses: list[int], kept_nbytes: int

@@ -159,15 +159,13 @@ class Layout:
             else:  # all are in range; mode="raise" would copy twice
                 source.take(rows.indices, axis=0, out=place, mode="clip")
 
-    def batch(
-        self, buffer: Buffer, offset: int, n: int, texts: Sequence[Sequence[str | bytes]]
-    ) -> Any:
+    def batch(self, buffer: Buffer, offset: int, n: int, texts: Sequence[str | bytes]) -> Any:
         """Build the batch that ``default_collate`` would have built, without copying, of ``n`` packed samples.
 
         Args:
             buffer: Writable memory, shape (bytes,), uint8. Each tensor keeps it alive.
             offset: Where in the buffer the region starts, in bytes; a multiple of 64.
-            texts: Strings of each sample, from the packer; ignored if samples hold none.
+            texts: Strings of all samples, one after the other, from the packer.
 
         Returns:
             Tensors of shape (n, *shape of the item), each with its own storage in the buffer, in the containers of a
@@ -177,8 +175,10 @@ class Layout:
             _viewed(buffer, dtype, numel, offset + start, shape)
             for dtype, numel, start, shape in (self._plans.get(n) or self._plan(n)).tensors
         ]
-        columns = zip(*texts, strict=True) if self.num_texts else ()
-        return self._collated(iter(tensors), iter(columns))
+        return self._collated(iter(tensors), self._columns(texts))
+
+    def _columns(self, texts: Sequence[str | bytes]) -> Iterator[Sequence[str | bytes]]:
+        return (texts[i :: self.num_texts] for i in range(self.num_texts))
 
     def collate(self, samples: list[object], kept_nbytes: int, memory: Buffer | None = None) -> Any:
         """Build the batch that ``default_collate`` would have built, as :meth:`batch`, with one copy.
@@ -196,15 +196,12 @@ class Layout:
         aside = plan.packer.pack_fields(samples, addresses, kept_nbytes)
         if aside is None:
             return None
-        columns: Iterator[Any] = iter(())
-        if self.num_texts:
-            columns = (aside[i :: self.num_texts] for i in range(self.num_texts))
-        elif aside:
+        if aside and not self.num_texts:
             large = [field.is_tensor and field.nbytes >= kept_nbytes for field in self._fields]
             kept = list(itertools.compress(tensors, large))
             for i, place in enumerate(kept):
                 torch.stack(aside[i :: len(kept)], out=place)
-        return self._collated(iter(tensors), columns)
+        return self._collated(iter(tensors), self._columns(aside))
 
     def sample(
         self, buffer: Buffer, offset: int, n: int, k: int, texts: Sequence[str | bytes]
@@ -212,7 +209,7 @@ class Layout:
         """Rebuild sample ``k`` of a batch as the dataset returned it; its arrays are contiguous.
 
         They are copies: beside a string, ``default_collate`` puts what it gets into the batch as it is, which outlives
-        the buffer. ``texts`` are its strings, from the packer. The other arguments are those of :meth:`batch`.
+        the buffer. ``texts`` begin with its strings. The other arguments are those of :meth:`batch`.
         """
         items = (
             buffer[start : start + field.nbytes].copy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minato._core import Ledger
@@ -25,7 +24,8 @@ from minato.batching.serialization import Store, damaged
 COPIED_NBYTES = 16 << 10
 """Batches up to this size are copied out of their slots: that costs less than to lend a slot and take it back."""
 
-Places = tuple[tuple[int, int], ...]
+Texts = tuple[tuple[int, int, int], ...]
+"""Number of a sample in its batch, and the place of its strings and those of the samples after it."""
 
 
 class BatchDescriptor(NamedTuple):
@@ -35,7 +35,7 @@ class BatchDescriptor(NamedTuple):
     layout: int  # offset of the batch's layout
     result: tuple[int, int]  # place of the pickled batch, or of the pickled error
     failed: bool  # a sample or the collation raised
-    texts: Places  # of the strings of each sample
+    texts: Texts
     nbytes: int  # written to the slot
 
 
@@ -54,11 +54,12 @@ class BatchReader:
         result = record.result & ~KIND_MASK, record.result_nbytes
         if flags & FAILED:
             result = self._first_error(batch)
-        texts: Places = ()
+        texts: Texts = ()
         if flags & TEXTS and not (failed or result[0]):
             texts = tuple(
-                (start, size) if kind == TEXT_BLOB else (0, 0)
-                for kind, start, size in self.ledger.blobs(batch)
+                (k, start, size)
+                for k, kind, start, size in self.ledger.blobs(batch)
+                if kind == TEXT_BLOB
             )
         return BatchDescriptor(slot, record.layout, result, failed, texts, record.used_nbytes)
 
@@ -95,7 +96,7 @@ class BatchReader:
     def state(self, batch: int) -> tuple[int, Any] | None:
         """Before ``read``: number of a worker, and state of its dataset or exception of ``state_dict()``; or None."""
         state: tuple[int, Any] | None = None
-        for kind, offset, nbytes in self.ledger.blobs(batch):
+        for _, kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes, None, kind)
             elif offset and kind == ERROR_BLOB:
@@ -108,7 +109,7 @@ class BatchReader:
         if record.result:
             self._store.drop(record.result & ~KIND_MASK)
         if record.flags != NOTHING_AT_PLACES:
-            for _, offset, _ in self.ledger.blobs(batch):
+            for _, _, offset, _ in self.ledger.blobs(batch):
                 self._store.drop(offset)
         if self._held is not None and self._held[0] == slot:
             self._held = None
@@ -116,7 +117,7 @@ class BatchReader:
 
     def _first_error(self, batch: int) -> tuple[int, int]:
         """Return offset and size of the first error of a batch."""
-        for kind, offset, nbytes in self.ledger.blobs(batch):
+        for _, kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == ERROR_BLOB:
                 return offset, nbytes
         raise damaged("the error of a sample")
@@ -133,8 +134,7 @@ def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, leas
     if offset:
         return store.get(offset, nbytes, lease, SAMPLE_BLOB)
     fields, end, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
-    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
-    _check_texts(layout, count, texts)
+    texts = texts_of(layout, count, descriptor.texts, store)
     if lease is None:
         return layout.batch(segment.array[fields:end].copy(), 0, count, texts)
     return layout.batch(lease, fields - descriptor.slot.start, count, texts)
@@ -147,9 +147,18 @@ def _error_of(descriptor: BatchDescriptor, store: Store) -> object:
     return store.get(offset, nbytes, None, ERROR_BLOB)
 
 
-def _check_texts(layout: Layout, count: int, texts: Sequence[object]) -> None:
-    """Raise DamagedError unless each of ``count`` samples has as many strings as the layout."""
-    if layout.num_texts:
-        lengths = [len(each) if isinstance(each, (tuple, list)) else -1 for each in texts]
-        if lengths != [layout.num_texts] * count:
+def texts_of(layout: Layout, count: int, places: Texts, store: Store) -> list[str | bytes]:
+    """Return the strings of ``count`` samples; DamagedError: they are others than the layout's.
+
+    Samples that a worker delivers together have theirs at the place of the first. Of a worker that dies meanwhile, the
+    places after some may be filled by another, whose strings count.
+    """
+    texts: list[str | bytes] = []
+    for k, offset, nbytes in places:
+        found = store.get(offset, nbytes, None, TEXT_BLOB)
+        if type(found) is not list:
             raise damaged("the texts of a batch")
+        texts[k * layout.num_texts :] = found
+    if len(texts) != layout.num_texts * count:
+        raise damaged("the texts of a batch")
+    return texts

@@ -255,7 +255,7 @@ class BatchWriter:
     def collate_and_publish(self, batch: int) -> None:
         """Collate a full batch from the samples that its workers wrote, and publish it."""
         start_ns = self._tracer.now()
-        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
+        offsets = [offset for _, _, offset, _ in self._ledger.blobs(batch)]
         gather = functools.partial(self._gather, batch)
         self._ledger.set_ready(batch, *self._collated(batch, gather))
         # Not before: after an interruption the batch is collated again from the same samples.
@@ -297,11 +297,11 @@ class BatchWriter:
         if not (ledger.describe(batch).bound and ledger.lacks_only(batch, k, len(samples))):
             return False
         blobs = ledger.blobs(batch)
-        if any(kind in (ERROR_BLOB, END_BLOB) for kind, _, _ in blobs):
+        if any(kind in (ERROR_BLOB, END_BLOB) for _, kind, _, _ in blobs):
             return False
         gather = functools.partial(self._gather, batch, k, samples)
         ledger.set_result(batch, *self._collated(batch, gather))
-        for _, offset, _ in blobs:
+        for _, _, offset, _ in blobs:
             self._store.drop(offset)
         self._tracer.slice("collate", start_ns)
         return True
@@ -351,10 +351,15 @@ class BatchWriter:
                     begun_ns = now_ns()
                     self._attach(batch, k, indices, samples)
                     self._note_handover((now_ns() - begun_ns) / len(samples))
-            elif len(samples) == 1 or not fields.packer.pack_run(
-                samples, self._segment.address + fields.offset, k
-            ):
-                self._pack_singly(batch, fields, k, indices, samples, whole)
+            else:
+                address = self._segment.address + fields.offset
+                texts = fields.packer.pack_run(samples, address, k)
+                if texts is None and whole:
+                    self._collate(batch, samples)
+                elif texts is None:
+                    self._pack_singly(batch, fields, k, indices, samples)
+                elif texts:
+                    self._blobs.attach(batch, fields.first + k, texts, TEXT_BLOB)
         self._tracer.slice("copy", start_ns)
 
     def _pack_singly(
@@ -364,15 +369,11 @@ class BatchWriter:
         k: int,
         indices: Sequence[object],
         samples: list[object],
-        whole: bool,
     ) -> None:
-        """Copy samples one by one: some may not fit the layout, or hold strings."""
+        """Copy samples one by one: some do not fit the layout."""
         address = self._segment.address + fields.offset
         for i, sample in enumerate(samples):
             texts = fields.packer.pack(sample, address, k + i)
-            if texts is None and whole:
-                self._collate(batch, samples)
-                return
             if texts is None:
                 self._attach(batch, k + i, indices[i : i + 1], [sample])
             elif texts:
@@ -460,17 +461,25 @@ class BatchWriter:
         at, count = batch_record.layout, batch_record.count
         record = read_layout(segment, at) if at else None
         samples: list[Any] = []
-        for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+        texts: Sequence[Any] = ()  # of the samples from number `began` on
+        began = 0
+        blobs = {k: blob for k, *blob in self._ledger.blobs(batch)}
+        for k in range(count):
+            kind, offset, nbytes = blobs.get(k, (0, 0, 0))
             if first <= k < first + len(own):
                 samples.append(own[k - first])
                 continue
             if kind == SKIP_BLOB and not offset:
                 continue
-            value = self._store.get(offset, nbytes, None, kind) if kind or offset else []
+            value: Any = self._store.get(offset, nbytes, None, kind) if kind else None
+            if kind == TEXT_BLOB:
+                texts, began = value, k
             if kind != SAMPLE_BLOB:
-                if record is None or len(value) != record.layout.num_texts:
+                num_texts = 0 if record is None else record.layout.num_texts
+                rest = texts[(k - began) * num_texts :]
+                if record is None or len(rest) < num_texts:
                     raise damaged("what belongs to a sample")
-                value = record.layout.sample(segment.array, record.fields, count, k, value)
+                value = record.layout.sample(segment.array, record.fields, count, k, rest)
             samples += self._rerun(batch, k, value) if type(value) is Unsendable else [value]
         if not samples:
             raise _NothingLeftError

@@ -343,7 +343,8 @@ class RemoteArena:
         slot = place.slot if isinstance(place, BatchDescriptor) else place
         parts = list[tuple[int, int]]()
         if isinstance(place, BatchDescriptor):
-            parts = [(place.layout, 0), place.result, *place.texts, (slot.start, place.nbytes)]
+            texts = [(at, nbytes) for _, at, nbytes in place.texts]
+            parts = [(place.layout, 0), place.result, *texts, (slot.start, place.nbytes)]
         inside = (slot.start <= at and at + nbytes <= slot.end for at, nbytes in parts if at)
         return 0 <= slot.start <= slot.end <= self.segment.nbytes and all(inside)
 

@@ -129,6 +129,24 @@ def test_batches_of_changing_layout_in_the_same_records(make: Make) -> None:
         assert_same(desk.batch(SAMPLES[name][:3]), default_collate(SAMPLES[name][:3]))
 
 
+@pytest.mark.parametrize("name", ["texts", "misfit-among-texts"])
+@pytest.mark.parametrize("filled", range(5))
+def test_texts_of_a_worker_that_dies_while_it_fills_places(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str, filled: int
+) -> None:
+    """Its texts lie at the place of the first sample; those of the samples that another one runs again count."""
+    desk, samples = make(), SAMPLES[name]
+    batch, slot, _ = desk.open(5)
+    dead, writer = desk.workers[0], desk.writers[0]
+    assert dead.claim(5).count == 5
+    monkeypatch.setattr(writer, "_fill", lambda batch, k, count: dead.fill_run(batch, k, filled))
+    earlier = [*samples[:filled], *[samples[0]] * (5 - filled)]  # the others draw anew
+    writer.deliver(batch, 0, range(5), earlier)
+    assert desk.ledger.release(0) == 5 - filled
+    desk.fill(batch, filled, samples[filled:], 1)
+    assert_same(desk.read(batch, slot), default_collate(samples))
+
+
 def test_what_is_collated_as_it_is_outlives_the_slot(make: Make) -> None:
     """Beside a text, ``default_collate`` keeps each sample itself, also one that another worker has written."""
     desk = make()

@@ -441,7 +441,7 @@ def test_a_run_is_written_as_its_samples_are(twin: ModuleType, k: int) -> None:
     packer = twin.Packer(MIXED, N)
     for i, sample in enumerate(samples):
         assert packer.pack(sample, one_by_one.address, k + i) == ()
-    assert packer.pack_run(samples, at_once.address, k)
+    assert packer.pack_run(samples, at_once.address, k) == []
     assert at_once.bytes.tobytes() == one_by_one.bytes.tobytes()
 
 
@@ -454,7 +454,7 @@ def test_fields_lie_anywhere(twin: ModuleType) -> None:
     samples = [mixed(number) for number in range(N)]
     region, expected, packer = Region(256), Region(256), twin.Packer(MIXED, N)
     assert packer.pack_fields(samples, anywhere(region), NEVER) == []
-    assert packer.pack_run(samples, expected.address, 0)
+    assert packer.pack_run(samples, expected.address, 0) == []
     for here, there, nbytes in ((192, 0, 36), (128, 64, 12), (64, 128, 15), (0, 192, 24)):
         written = region.bytes[here : here + nbytes].tobytes()
         assert written == expected.bytes[there : there + nbytes].tobytes()
@@ -475,8 +475,12 @@ def test_texts_are_handed_back_sample_after_sample(twin: ModuleType) -> None:
     spec = ("tuple", tuple, (("text", str), ("int", 0), ("text", bytes)))
     samples = [(str(number), number, b"%d" % number) for number in range(N)]
     region = Region(64)
-    found = twin.Packer(spec, N).pack_fields(samples, [region.address], NEVER)
-    assert found == [text for one, _, other in samples for text in (one, other)]
+    packer, texts = (
+        twin.Packer(spec, N),
+        [text for one, _, other in samples for text in (one, other)],
+    )
+    assert packer.pack_fields(samples, [region.address], NEVER) == texts
+    assert packer.pack_run(samples[1:], region.address, 1) == texts[2:]
     assert region.bytes[: 8 * N].view(np.int64).tolist() == list(range(N))
 
 
@@ -498,15 +502,14 @@ def test_a_run_with_a_misfit_is_refused(twin: ModuleType, misfit: int) -> None:
     packer, region = twin.Packer(MIXED, N), Region(256)
     for other in (None, (*mixed(0)[:3], 1.0), (torch.zeros(3, 4), *mixed(0)[1:])):
         run = [other if i == misfit else sample for i, sample in enumerate(samples)]
-        assert not packer.pack_run(run, region.address, 0)
+        assert packer.pack_run(run, region.address, 0) is None
         assert packer.pack_fields(run, anywhere(region), NEVER) is None
     del run
     assert [sys.getrefcount(t) for sample in samples for t in sample[:2]] == counts
 
 
-def test_a_run_holds_no_texts_and_stays_in_its_batch(twin: ModuleType) -> None:
+def test_a_run_stays_in_its_batch(twin: ModuleType) -> None:
     region = Region(64)
-    assert twin.Packer(("text", str), N).pack_run(["a"], region.address, 0) is False
     for k, count in ((-1, 1), (N, 1), (1, N)):
         with pytest.raises(IndexError, match=f"samples {k} to {k + count - 1} in a batch of {N}"):
             twin.Packer(("int", 0), N).pack_run([1] * count, region.address, k)

@@ -57,8 +57,9 @@ texts = st.text(max_size=5)
 tallies = st.tuples(counts, hashes)
 hads = st.builds(Completed, pairs, counts, *[tallies] * 3)
 greetings = st.builds(Hello, small, small, st.dictionaries(texts, texts, max_size=2))
+strings = st.lists(st.tuples(counts, counts, counts), max_size=3).map(tuple)
 descriptors = st.builds(
-    BatchDescriptor, slots, counts, st.tuples(counts, counts), st.booleans(), pairs, counts
+    BatchDescriptor, slots, counts, st.tuples(counts, counts), st.booleans(), strings, counts
 )
 epochs = st.integers(-3, 3)
 from_ranks = st.one_of(
@@ -400,7 +401,7 @@ def test_a_host_and_its_ranks_for_long(stress_s: float) -> None:
 
 
 def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None:
-    count, texts = 40, tuple((4096 + 640 * i, 600) for i in range(4000))
+    count, texts = 40, tuple((i, 4096 + 640 * i, 600) for i in range(4000))
     with at_a_meeting() as rendezvous:
         server = PoolServer(rendezvous, Hello(0, 0, {}), 2, True, "continue")
         number = begun(server, Engine(2 * count, texts), count)
