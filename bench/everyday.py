@@ -108,6 +108,11 @@ SECOND = (
     Job(1024, 1, "long"),
     Job(None, 1, "long", persistent=True, in_order=False),
 )
+STORED = (
+    *SECOND,
+    Job(256, 2, "long", persistent=True),
+    Job(1024, 2, "long", persistent=True, in_order=False),
+)
 WAITING = (
     Job(1, 0, "short"),
     Job(4, 0, "short"),
@@ -194,6 +199,13 @@ def _tokens(count: int) -> list[Any]:
     ]
 
 
+def _records(count: int) -> list[Any]:
+    return [
+        {"title": f"number {index}", "text": text, "label": index}
+        for index, text in enumerate(_texts(count))
+    ]
+
+
 def _uneven(count: int) -> list[Any]:
     ids = [torch.arange(8 + index % 25) for index in range(count)]
     return [{"input_ids": each, "label": torch.tensor(i)} for i, each in enumerate(ids)]
@@ -277,6 +289,7 @@ DATA = {
     "tokens": Data("dicts of a text, two lists of 32 integers and a label", FIRST, _tokens),
     "padded": Data("dicts of tensors, padded by `collate_fn`", SECOND, _uneven, collate=_padded),
     "texts": Data("texts of 170 characters", FIRST, _texts),
+    "records": Data("dicts of two texts and a label", STORED, _records),
     "image12": Data("pictures of 12 kB", FIRST, _SMALL, length=2048),
     "image12-flipped": Data(
         *("the same, flipped and converted to floats", SECOND, _SMALL, Flipped),
