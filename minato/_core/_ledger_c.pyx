@@ -336,18 +336,18 @@ cdef class Ledger:
         return found
 
     def blobs(self, uint32_t batch):
-        """``(k, kind, offset, nbytes)`` of each place k of a full batch that has a blob."""
+        """``(kind, offset, nbytes)`` of each place of a full batch that has a blob, by the place's number k."""
         cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *position
         cdef uint64_t blob, nbytes, first = mn_load_relaxed_u64(&record.first)
         cdef uint32_t k
-        found = []
+        found = {}
         for k in range(mn_load_relaxed_u32(&record.count)):
             position = mn_at(&self.ledger, first + k)
             blob = mn_load_relaxed_u64(&position.blob)
             if blob:
                 nbytes = mn_load_relaxed_u64(&position.blob_nbytes)
-                found.append((k, blob & MN_KIND_MASK, blob & ~<uint64_t>MN_KIND_MASK, nbytes))
+                found[k] = (blob & MN_KIND_MASK, blob & ~<uint64_t>MN_KIND_MASK, nbytes)
         return found
 
 

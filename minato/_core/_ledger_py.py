@@ -354,15 +354,15 @@ class Ledger:
             ]
             return own if found == [*own] else found
 
-    def blobs(self, batch: int) -> list[tuple[int, int, int, int]]:
-        """``(k, kind, offset, nbytes)`` of each place k of a full batch that has a blob."""
+    def blobs(self, batch: int) -> dict[int, tuple[int, int, int]]:
+        """``(kind, offset, nbytes)`` of each place of a full batch that has a blob, by the place's number k."""
         with self._lock:
-            found = []
+            found = {}
             for k, position in enumerate(self._range(batch)):
                 record = self._positions[position & self._mask]
                 if blob := int(record["blob"]):
                     nbytes = int(record["blob_nbytes"])
-                    found.append((k, blob & KIND_MASK, blob & ~KIND_MASK, nbytes))
+                    found[k] = (blob & KIND_MASK, blob & ~KIND_MASK, nbytes)
             return found
 
     # ---- inner parts, called with the lock held ---------------------------------------------

@@ -58,7 +58,7 @@ class BatchReader:
         if flags & TEXTS and not (failed or result[0]):
             texts = tuple(
                 (k, start, size)
-                for k, kind, start, size in self.ledger.blobs(batch)
+                for k, (kind, start, size) in self.ledger.blobs(batch).items()
                 if kind == TEXT_BLOB
             )
         return BatchDescriptor(slot, record.layout, result, failed, texts, record.used_nbytes)
@@ -96,7 +96,7 @@ class BatchReader:
     def state(self, batch: int) -> tuple[int, Any] | None:
         """Before ``read``: number of a worker, and state of its dataset or exception of ``state_dict()``; or None."""
         state: tuple[int, Any] | None = None
-        for _, kind, offset, nbytes in self.ledger.blobs(batch):
+        for kind, offset, nbytes in self.ledger.blobs(batch).values():
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes, None, kind)
             elif offset and kind == ERROR_BLOB:
@@ -109,7 +109,7 @@ class BatchReader:
         if record.result:
             self._store.drop(record.result & ~KIND_MASK)
         if record.flags != NOTHING_AT_PLACES:
-            for _, _, offset, _ in self.ledger.blobs(batch):
+            for _, offset, _ in self.ledger.blobs(batch).values():
                 self._store.drop(offset)
         if self._held is not None and self._held[0] == slot:
             self._held = None
@@ -117,7 +117,7 @@ class BatchReader:
 
     def _first_error(self, batch: int) -> tuple[int, int]:
         """Return offset and size of the first error of a batch."""
-        for _, kind, offset, nbytes in self.ledger.blobs(batch):
+        for kind, offset, nbytes in self.ledger.blobs(batch).values():
             if kind == ERROR_BLOB:
                 return offset, nbytes
         raise damaged("the error of a sample")

@@ -255,7 +255,7 @@ class BatchWriter:
     def collate_and_publish(self, batch: int) -> None:
         """Collate a full batch from the samples that its workers wrote, and publish it."""
         start_ns = self._tracer.now()
-        offsets = [offset for _, _, offset, _ in self._ledger.blobs(batch)]
+        offsets = [offset for _, offset, _ in self._ledger.blobs(batch).values()]
         gather = functools.partial(self._gather, batch)
         self._ledger.set_ready(batch, *self._collated(batch, gather))
         # Not before: after an interruption the batch is collated again from the same samples.
@@ -296,12 +296,12 @@ class BatchWriter:
         ledger, start_ns = self._ledger, self._tracer.now()
         if not (ledger.describe(batch).bound and ledger.lacks_only(batch, k, len(samples))):
             return False
-        blobs = ledger.blobs(batch)
-        if any(kind in (ERROR_BLOB, END_BLOB) for _, kind, _, _ in blobs):
+        blobs = ledger.blobs(batch).values()
+        if any(kind in (ERROR_BLOB, END_BLOB) for kind, _, _ in blobs):
             return False
         gather = functools.partial(self._gather, batch, k, samples)
         ledger.set_result(batch, *self._collated(batch, gather))
-        for _, _, offset, _ in blobs:
+        for _, offset, _ in blobs:
             self._store.drop(offset)
         self._tracer.slice("collate", start_ns)
         return True
@@ -463,7 +463,7 @@ class BatchWriter:
         samples: list[Any] = []
         texts: Sequence[Any] = ()  # of the samples from number `began` on
         began = 0
-        blobs = {k: blob for k, *blob in self._ledger.blobs(batch)}
+        blobs = self._ledger.blobs(batch)
         for k in range(count):
             kind, offset, nbytes = blobs.get(k, (0, 0, 0))
             if first <= k < first + len(own):

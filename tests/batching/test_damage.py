@@ -66,8 +66,7 @@ def damage(desk: Desk, batch: int, slot: Slot, faults: list[Any]) -> None:
                 memory[start : start + 8].view("u8")[0] = value
             case ("blob", place, kind, offset, nbytes):
                 if nbytes is None:  # only its kind
-                    there = {k: blob for k, _, *blob in ledger.blobs(batch)}
-                    offset, nbytes = there.get(place, (0, 0))
+                    _, offset, nbytes = ledger.blobs(batch).get(place, (0, 0, 0))
                 ledger.attach(first + place, (offset & ~KIND_MASK) | kind, nbytes)
             case ("layout", offset):
                 ledger.publish_layout(batch, offset)

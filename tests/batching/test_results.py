@@ -98,5 +98,5 @@ def test_texts_of_a_whole_batch_are_stored_at_once(bound: bool) -> None:
             desk.writers[0].deliver(batch, first, indices, given, whole=batch == whole)
         else:
             desk.writers[0].deliver_free(3 * (batch == parts) + first, indices, given)
-    assert desk.ledger.blobs(whole) == []
+    assert desk.ledger.blobs(whole) == {}
     assert [desk.read(batch, slot) for batch, slot, _ in opened] == [texts, texts]

@@ -430,10 +430,10 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
     desk.claim(0, 3)
     if layout:
         worker.publish_layout(batch, LAYOUT)
-    expected = [
-        (k, getattr(codes, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())
-    ]
-    for place, kind, offset, nbytes in expected:
+    expected = {
+        k: (getattr(codes, name), 8192 + 64 * k, 10 + k) for k, name in enumerate(kinds.split())
+    }
+    for place, (kind, offset, nbytes) in expected.items():
         worker.attach(place, offset | kind, nbytes)
     assert worker.fill_run(batch, 0, 3) == getattr(codes, outcome)
     assert ledger.blobs(batch) == expected
@@ -561,7 +561,7 @@ def test_the_error_of_a_dead_worker_stays_once_its_place_is_filled(desk: Desk) -
         outcome = desk.workers[1].fill_run(batch, k, 1)
     assert outcome == codes.PUBLISHED
     assert ledger.describe(batch).flags & codes.FAILED
-    assert ledger.blobs(batch) == [(1, codes.ERROR_BLOB, 16384, 20)]
+    assert ledger.blobs(batch) == {1: (codes.ERROR_BLOB, 16384, 20)}
 
 
 def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
@@ -786,7 +786,7 @@ def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
     assert worker.fill_run(batch, 0, 1) == codes.NOT_COMPLETE
     assert worker.fill_run(batch, 2, 1) == codes.MUST_COLLATE
     assert ledger.describe(batch).flags & codes.SKIPPED
-    assert [blob[:2] for blob in ledger.blobs(batch)] == [(1, codes.SKIP_BLOB)]
+    assert ledger.blobs(batch) == {1: (codes.SKIP_BLOB, 0, 0)}
     assert ledger.settled(batch)
     assert (ledger.skipped(batch), ledger.occupants(batch)) == ([1], [0, -1, 2])
 
