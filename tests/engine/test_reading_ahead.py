@@ -30,7 +30,8 @@ def begun(loader: Any) -> tuple[Any, list[int]]:
     given = taken(next(iterator))
     while len(iterator._source._ready) > 1:
         given += taken(next(iterator))
-    wait_until(lambda: iterator._source._dispatcher.num_ready >= WINDOW - 1)
+    dispatcher = iterator._source._dispatcher
+    wait_until(lambda: WINDOW - 1 <= dispatcher.num_ready == dispatcher.num_open)
     return iterator, given
 
 
