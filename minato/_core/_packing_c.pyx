@@ -20,7 +20,7 @@ from minato._core.leaf cimport (
     write_number,
 )
 from minato._core.tensor cimport (
-    DLPackExchangeAPI, Move, Moves, Torch, describe_t, make_moves, write_tensor,
+    DLPackExchangeAPI, Move, Moves, Torch, describe_t, load_ahead, make_moves, write_tensor,
 )
 
 import torch
@@ -86,6 +86,7 @@ cdef class Packer:
     cdef Py_ssize_t n
     cdef Py_ssize_t num_fields
     cdef bint has_texts
+    cdef bint has_tensors
     cdef list kept         # what the nodes borrow
 
     def __cinit__(self, spec, Py_ssize_t n):
@@ -104,6 +105,7 @@ cdef class Packer:
             node.offset = row.offset
             node.length = row.length
             self.has_texts = self.has_texts or node.kind == TEXT
+            self.has_tensors = self.has_tensors or node.kind == TENSOR
             if row.dtype is None:
                 continue
             self.num_fields += 1
@@ -178,6 +180,8 @@ cdef class Packer:
         if first is NULL:
             raise MemoryError
         moves.next, moves.kept_nbytes = first, kept_nbytes
+        if self.has_tensors and TORCH.impl:
+            self.load_ahead(samples)
         try:
             for sample in samples:
                 if self.write(0, sample, base, bases, k, aside, held, &moves) < 0:
@@ -190,6 +194,22 @@ cdef class Packer:
         finally:
             PyMem_Free(first)
         return aside
+
+    cdef void load_ahead(self, list samples):
+        """Have the processor load what is read of tensors, of many at once: none waits for another, as in ``write``."""
+        cdef Py_ssize_t member, cursor
+        cdef PyObject *value
+        for sample in samples:
+            if isinstance(sample, tuple):
+                for member in range(PyTuple_GET_SIZE(sample)):
+                    load_ahead(&TORCH, PyTuple_GET_ITEM(sample, member))
+            elif type(sample) is dict:
+                cursor = 0
+                with cython.critical_section(sample):
+                    while PyDict_Next(sample, &cursor, NULL, &value):
+                        load_ahead(&TORCH, value)
+            else:
+                load_ahead(&TORCH, <PyObject *> sample)
 
     cdef Py_ssize_t write(
         self,

@@ -57,6 +57,29 @@ cdef struct Moves:
     Py_ssize_t kept_nbytes  # tensors of at least this many bytes are left to the caller
 
 
+cdef extern from *:
+    """
+    /* A compiler leaves out calls of functions that only prefetch, unless they seem to do more. */
+    static inline void mn_prefetch(const char *address) {
+        __builtin_prefetch(address);
+        __asm__ volatile("" ::: "memory");
+    }
+    static inline int mn_is_exactly(PyObject *x, PyObject *kind) { return (PyObject *)Py_TYPE(x) == kind; }
+    """
+    void mn_prefetch(const char *address) noexcept
+    bint mn_is_exactly(PyObject *x, PyObject *kind) noexcept
+
+
+cdef inline void load_ahead(const Torch *torch, PyObject *x) noexcept:
+    """Have the processor load what ``is_plain`` and ``describe`` read of a tensor."""
+    cdef const char *impl
+    if mn_is_exactly(x, torch.Tensor):
+        impl = (<const char **> (<const char *> x + torch.impl))[0]
+        mn_prefetch(impl)
+        mn_prefetch(impl + 64)
+        mn_prefetch(impl + 128)
+
+
 cdef inline bint describe(const Torch *torch, object x, DLTensor *view, int64_t *room) except -1:
     """Fill in address, shape and strides of a dense tensor on the CPU; False if it is none."""
     cdef Py_ssize_t i
