@@ -240,6 +240,7 @@ class SidePickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=self._buffers.append)
         self._purpose, self._reducers = purpose, reducers
         self._storages: dict[tuple[int, int], _Storage] = {}
+        self._left_alone = set[type]()  # types whose objects go by their own methods
 
     def raws(self) -> list[memoryview]:
         """The buffers as flat bytes, as ``pickle.loads(buffers=…)`` takes them; valid while the object is unchanged."""
@@ -248,9 +249,12 @@ class SidePickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         """Pickle a tensor as its storage and its view of it; leave everything else to its own methods."""
+        kind = type(value)
+        if kind in self._left_alone:
+            return NotImplemented
         if value is _REBUILD_SPARSE:
             return _sparse_rebuilder, ()
-        reduce = self._reducers.get(type(value))
+        reduce = self._reducers.get(kind)
         if reduce is not None and reduce.__module__ != _TORCH_REDUCTIONS:
             return reduce(value)
         if isinstance(value, torch.Tensor):
@@ -268,8 +272,11 @@ class SidePickler(pickle.Pickler):
         dtype: torch.dtype | None = None
         if isinstance(value, torch.storage.TypedStorage):
             dtype, value = value.dtype, untyped_storage(value)
-        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
-            return _rebuild_storage, (self._shared(value), dtype)
+        if isinstance(value, torch.UntypedStorage):
+            is_here = value.device.type == "cpu"
+            return (_rebuild_storage, (self._shared(value), dtype)) if is_here else NotImplemented
+        if kind is not type(_REBUILD_SPARSE):
+            self._left_alone.add(kind)
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor, reduce: Reducer | None) -> Any:

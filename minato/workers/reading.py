@@ -101,12 +101,12 @@ def _content_of(item: object) -> bytes:
         return item[_SLICES[: item.ndim]].tobytes()
     if isinstance(item, (str, bytes)):
         return pickle.dumps(item[:_MOST_DIGESTED])
-    if isinstance(item, Mapping):
-        return b"".join(map(_content_of, itertools.islice(item.values(), _MOST_PARTS)))
     if isinstance(item, (list, tuple)):
         return b"".join(map(_content_of, item[:_MOST_PARTS]))
     if isinstance(item, (int, float, complex, bool, type(None), np.generic)):
         return repr(item).encode()
+    if isinstance(item, Mapping):
+        return b"".join(map(_content_of, itertools.islice(item.values(), _MOST_PARTS)))
     return type(item).__qualname__.encode()
 
 
