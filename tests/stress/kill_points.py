@@ -254,6 +254,7 @@ SCENES = (
     Scene("skip, list", Listed("bad"), SKIP),
     Scene("arrival", options=ARRIVAL),
     Scene("arrival, run", options=ARRIVAL, cheap=True),
+    Scene("arrival, text", Samples("text"), ARRIVAL, cheap=True),
     Scene("arrival, collate_fn", options={**ARRIVAL, **COLLATE}),
     Scene("arrival, error", Samples("flaky"), ARRIVAL),
     Scene("arrival, skip", Samples("bad"), {**ARRIVAL, **SKIP}),
