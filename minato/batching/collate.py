@@ -429,12 +429,14 @@ def like(first: Mapping[object, object], batch: dict[object, object]) -> Any:
 # ---- without workers ------------------------------------------------------------------------
 
 
-_LEAST_RECYCLED_BYTES = 64 << 10
+_LEAST_RECYCLED_BYTES = 512 << 10
 """Smaller batches get memory of their own, which the C library hands out from warm pages."""
 _MOST_KEPT_BYTES = 32 << 20  # glibc keeps no larger block, whatever it has got back
-_SHARED_WORK_BYTES = 2 << 20
-"""From this size on, several threads copy faster than one, even if they have to wake up first: they may have made the
-samples, which then lie in the caches of their cores."""
+_SHARED_WORK_BYTES, _SHARED_TENSOR_BYTES = 512 << 10, 64 << 10
+"""From these sizes of a batch and of a tensor on, several threads copy faster than one, even if they have to wake up
+first: they may have made the samples, which then lie in the caches of their cores."""
+_SHARED_SMALL_BYTES = 2 << 20
+"""From this size of a batch on, more than two threads copy smaller tensors faster than one; two do not."""
 
 
 class BatchBuilder:
@@ -489,7 +491,10 @@ class BatchBuilder:
         nbytes = layout.fields_nbytes(count)
         slot = self._slot_for(nbytes)
         memory = None if slot is None else self._arena.view(slot)
-        batch = layout.collate(samples, _SHARED_WORK_BYTES // count, memory)
+        shared_nbytes = max(_SHARED_WORK_BYTES // count, _SHARED_TENSOR_BYTES)
+        if nbytes >= _SHARED_SMALL_BYTES and torch.get_num_threads() > 2:
+            shared_nbytes = min(_SHARED_SMALL_BYTES // count, shared_nbytes)
+        batch = layout.collate(samples, shared_nbytes, memory)
         if batch is not None:
             self.nbytes = nbytes
             if slot is not None and memory is not None:
@@ -500,7 +505,7 @@ class BatchBuilder:
         """The batch of samples that are rows; None if they must be packed one by one, which may also be faster."""
         count = rows.size
         nbytes = sum(source.shape[1] for source in rows.sources) * count
-        layout = Layout.infer(rows.first, self._last) if nbytes < _SHARED_WORK_BYTES else None
+        layout = Layout.infer(rows.first, self._last) if nbytes < _SHARED_SMALL_BYTES else None
         if layout is None or not layout.packer(count).fits(rows.first):
             return None
         self._last, self.nbytes = layout, layout.fields_nbytes(count)

@@ -125,7 +125,7 @@ def test_results_of_a_collate_fn_stay_valid(workers: dict[str, Any]) -> None:
 @each
 def test_memory_is_used_again(workers: dict[str, Any]) -> None:
     # Without workers, smaller batches have memory of their own.
-    iterator = iter(DataLoader(Filled(400, 10_000), 2, **ahead(workers), **workers))
+    iterator = iter(DataLoader(Filled(400, 100_000), 2, **ahead(workers), **workers))
     arena = arena_of(iterator)
     for _ in range(100):
         assert lies_in(arena, next(iterator))
@@ -142,7 +142,7 @@ def test_memory_is_used_again(workers: dict[str, Any]) -> None:
 @each
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken-off"])
 def test_next_iterator_uses_the_memory_of_the_last(workers: dict[str, Any], whole: bool) -> None:
-    loader = DataLoader(Filled(40, 10_000), 2, **ahead(workers), **workers)
+    loader = DataLoader(Filled(40, 100_000), 2, **ahead(workers), **workers)
     arenas = []
     for _ in range(6):
         iterator = iter(loader)
