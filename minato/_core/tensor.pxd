@@ -62,7 +62,7 @@ cdef extern from *:
     /* A compiler leaves out calls of functions that only prefetch, unless they seem to do more. */
     static inline void mn_prefetch(const char *address) {
         __builtin_prefetch(address);
-        __asm__ volatile("" ::: "memory");
+        __asm__("" ::: "memory");
     }
     static inline int mn_is_exactly(PyObject *x, PyObject *kind) { return (PyObject *)Py_TYPE(x) == kind; }
     """
