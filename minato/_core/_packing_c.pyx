@@ -181,7 +181,7 @@ cdef class Packer:
             raise MemoryError
         moves.next, moves.kept_nbytes = first, kept_nbytes
         if self.has_tensors and TORCH.impl:
-            self.load_ahead(samples)
+            self.load_tensors_ahead(samples)
         try:
             for sample in samples:
                 if self.write(0, sample, base, bases, k, aside, held, &moves) < 0:
@@ -195,7 +195,7 @@ cdef class Packer:
             PyMem_Free(first)
         return aside
 
-    cdef void load_ahead(self, list samples):
+    cdef void load_tensors_ahead(self, list samples):
         """Have the processor load what is read of tensors, of many at once: none waits for another, as in ``write``."""
         cdef Py_ssize_t member, cursor
         cdef PyObject *value
