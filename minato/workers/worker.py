@@ -27,7 +27,7 @@ from minato.workers.shared_state import SharedState
 RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000
-"""The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
+"""The same where a function collates batches, because samples of one worker need no copy."""
 _LEAST_RUN_NS = 50_000
 """The same for samples that are claimed although less is left for the others: a lease itself takes microseconds."""
 _HANDOVERS = 10
